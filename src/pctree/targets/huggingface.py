@@ -1,0 +1,212 @@
+"""Any Hugging Face causal LM with standard attention as a target: prefill, verify(tree), commit(path).
+
+The model's own forward runs unchanged. What is ours is the attention function, which transformers lets a caller
+register: it writes the new keys and values into our :class:`KVCache` and attends under our mask. So no version of the
+transformers cache API is involved, and the same code runs a prompt, one token, and a tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+
+from pctree.errors import CheckpointError, UsageError
+from pctree.targets.kv_cache import KVCache
+
+ATTENTION = "pctree"
+PREFILL_CHUNK = 512
+
+
+@dataclass
+class TreeAttention:
+    """What one forward needs at every layer: the cache, where the new rows go, and who may see whom."""
+
+    cache: KVCache
+    slots: Tensor  # [R, n]
+    span: int
+    mask: Tensor  # [R, 1, groups * n, span], additive, in the model's dtype
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+        requests, heads, rows, head_dim = query.shape
+        key, value = self.cache.write(layer, self.slots, key, value, self.span)
+        # Grouped-query attention without copying keys: the heads that share a key head become rows of it.
+        grouped = query.reshape(requests, key.shape[1], -1, head_dim)
+        out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=self.mask, scale=scaling)
+        return out.reshape(requests, heads, rows, head_dim).transpose(1, 2)
+
+
+def _attention_forward(module, query, key, value, attention_mask, scaling=None, tree_attention=None, **unused):
+    return tree_attention(module.layer_idx, query, key, value, scaling).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, _attention_forward)
+
+
+class TargetModel:
+    """A causal LM behind ``prefill``, ``verify`` and ``commit``, with context features from the layers a drafter names.
+
+    Args:
+        model: the language model, in evaluation mode.
+        feature_layers: the drafter's ``target_layer_ids``: -1 is the embedding output, i the raw output of decoder
+            layer i (before the final norm). Only these are kept during a forward.
+    """
+
+    def __init__(self, model: PreTrainedModel, feature_layers: Sequence[int] = ()):
+        config = model.config
+        if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+            raise CheckpointError(
+                f"the target uses sliding-window attention (window {config.sliding_window}), whose cache cannot be "
+                "rewound to a tree path; use a target with full attention"
+            )
+        self.model = model.eval()
+        self.backbone: Any = model.get_decoder()
+        self.layers: Any = self.backbone.layers
+        self.embed_tokens: Any = model.get_input_embeddings()
+        self.lm_head: Any = model.get_output_embeddings()
+        self.feature_layers = list(feature_layers)
+        for layer in self.feature_layers:
+            if not -1 <= layer < len(self.layers) - 1:
+                raise CheckpointError(
+                    f"target_layer_ids {self.feature_layers} do not fit a target of {len(self.layers)} layers: each "
+                    f"must lie between -1 (the embedding output) and {len(self.layers) - 2}"
+                )
+        self.vocab_size: int = config.vocab_size
+        self.hidden_size: int = config.hidden_size
+        self.max_length: int = config.max_position_embeddings
+        self._heads: int = config.num_attention_heads
+        self._kv_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        self._head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """Stop tokens of the model's generation config (or of its config, where it has none)."""
+        generation = getattr(self.model, "generation_config", None)
+        eos = getattr(generation, "eos_token_id", None)
+        if eos is None:
+            eos = getattr(self.model.config, "eos_token_id", None)
+        return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_tokens.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device
+
+    @property
+    def feature_size(self) -> int:
+        return self.hidden_size * len(self.feature_layers)
+
+    def new_cache(self, requests: int, max_length: int) -> KVCache:
+        """An empty cache for ``requests`` sequences of at most ``max_length`` tokens, provisional rows included."""
+        return KVCache(len(self.layers), requests, max_length, self._kv_heads, self._head_dim, self.dtype, self.device)
+
+    @torch.inference_mode()
+    def prefill(self, cache: KVCache, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Commit a prompt [R, L] (the same L for all) and return the last logits [R, V] and all features [R, L, m·H]."""
+        features = []
+        hidden = None
+        for chunk in token_ids.split(PREFILL_CHUNK, dim=1):
+            rows = chunk.shape[1]
+            causal = torch.ones(rows, rows, dtype=torch.bool, device=self.device).tril().expand(len(chunk), -1, -1)
+            hidden, chunk_features = self.forward(cache, chunk, torch.arange(rows, device=self.device), causal)
+            cache.advance(rows)
+            features.append(chunk_features)
+        assert hidden is not None
+        return self.lm_head(hidden[:, -1]), torch.cat(features, dim=1)
+
+    @torch.inference_mode()
+    def verify(self, cache: KVCache, token_ids: Tensor, depths: Tensor, ancestor_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Score the nodes of a tree in one forward; their cache rows stay provisional until ``commit``.
+
+        Args:
+            token_ids: [R, N], root first.
+            depths: [R, N], 0 for the root; the rotary position is the committed length plus the depth.
+            ancestor_mask: bool [R, N, N], true where the column is an ancestor of the row or the row itself.
+        Returns:
+            Logits [R, N, V] after every node, and context features [R, N, m·H].
+        """
+        hidden, features = self.forward(cache, token_ids, depths, ancestor_mask)
+        return self.lm_head(hidden), features
+
+    def commit(self, cache: KVCache, path: Tensor, counts: Tensor) -> None:
+        """Keep the accepted path's rows; see :meth:`KVCache.commit`."""
+        cache.commit(path, counts)
+
+    @torch.inference_mode()
+    def forward(self, cache: KVCache, token_ids: Tensor, offsets: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalised last hidden states [R, n, H] and features [R, n, m·H] of n new rows behind the committed ones.
+
+        ``offsets`` ([R, n] or [n]) are positions relative to the committed length; ``mask`` [R, n, n] says which new
+        rows see which. All committed rows are seen by all.
+        """
+        requests, rows = token_ids.shape
+        lengths = cache.lengths.to(self.device)
+        span = int(cache.lengths.max()) + rows
+        if span > cache.max_length:
+            raise UsageError(f"{span} cache rows are needed but the cache has {cache.max_length}")
+        attention = TreeAttention(
+            cache, cache.slots(rows).to(self.device), span, self._additive_mask(cache.lengths, mask, span)
+        )
+        with self._own_attention(), self._tapped_layers() as taps:
+            hidden = self.backbone(
+                input_ids=token_ids,
+                position_ids=lengths[:, None] + offsets,
+                use_cache=False,
+                tree_attention=attention,
+            ).last_hidden_state
+        features = [taps[layer] for layer in self.feature_layers]
+        return hidden, torch.cat(features, dim=-1) if features else hidden.new_zeros(requests, rows, 0)
+
+    def _additive_mask(self, lengths: Tensor, mask: Tensor, span: int) -> Tensor:
+        requests, rows, _ = mask.shape
+        visible = torch.zeros(requests, rows, span, dtype=torch.bool, device=self.device)
+        if bool((lengths == lengths[0]).all()):
+            visible[:, :, : span - rows] = True
+            visible[:, :, span - rows :] = mask
+        else:
+            lengths = lengths.to(self.device)
+            visible |= (torch.arange(span, device=self.device) < lengths[:, None])[:, None]
+            columns = (lengths[:, None] + torch.arange(rows, device=self.device))[:, None].expand(-1, rows, -1)
+            visible.scatter_(2, columns, mask)
+        additive = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
+        additive.masked_fill_(~visible, torch.finfo(self.dtype).min)
+        return additive.repeat(1, self._heads // self._kv_heads, 1)[:, None]
+
+    @contextmanager
+    def _own_attention(self) -> Iterator[None]:
+        config = self.backbone.config
+        before = config._attn_implementation
+        config._attn_implementation = ATTENTION
+        try:
+            yield
+        finally:
+            config._attn_implementation = before
+
+    @contextmanager
+    def _tapped_layers(self) -> Iterator[dict[int, Tensor]]:
+        taps: dict[int, Tensor] = {}
+
+        def tap(layer: int):
+            def hook(module, args, output):
+                taps[layer] = output[0] if isinstance(output, tuple) else output
+
+            return hook
+
+        handles = [
+            (self.embed_tokens if layer == -1 else self.layers[layer]).register_forward_hook(tap(layer))
+            for layer in self.feature_layers
+        ]
+        try:
+            yield taps
+        finally:
+            for handle in handles:
+                handle.remove()
