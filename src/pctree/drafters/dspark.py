@@ -1,0 +1,203 @@
+"""The DSpark drafter: one parallel backbone forward gives base logits for a block of B positions.
+
+Keys and values of every layer are [context; block]. The context part comes from the target's hidden states and depends
+on no block, so it is computed once per committed token and kept; the block part is thrown away after each round. Source:
+DeepSpec, ``Qwen3DSparkModel``; without a Markov head (``markov_rank: 0``) the same backbone is DFlash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from pctree.drafters.heads import MARKOV_HEADS, ConfidenceHead, MarkovHead
+from pctree.targets.kv_cache import KVCache
+
+# Called with layer, query [R, heads, n, D], and the block's own key and value [R, kv_heads, n, D]; returns [R, heads, n, D].
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass
+class DrafterConfig:
+    """What a drafter is, whatever layout it was stored in; ``backbone`` holds the transformer's own numbers."""
+
+    backbone: Any  # a transformers Qwen3Config
+    block_size: int
+    num_target_layers: int
+    target_layer_ids: list[int]
+    mask_token_id: int
+    markov_rank: int
+    markov_head_type: str
+    enable_confidence_head: bool
+    confidence_head_with_markov: bool
+
+    @property
+    def method(self) -> str:
+        """The chain that the checkpoint was trained for."""
+        return "dspark" if self.markov_rank else "dflash"
+
+
+class BlockAttention(nn.Module):
+    """Attention of a block to all context and, in both directions, to itself."""
+
+    def __init__(self, config: Any, layer: int):
+        super().__init__()
+        self.layer, self.head_dim = layer, config.head_dim
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, self.heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=bias)
+        self.q_norm = Qwen3RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(self.head_dim, config.rms_norm_eps)
+
+    def split(self, projected: Tensor) -> Tensor:
+        return projected.unflatten(-1, (-1, self.head_dim))
+
+    def keys_values(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values [R, kv_heads, n, D] of rows [R, n, H]."""
+        keys = self.k_norm(self.split(self.k_proj(hidden))).transpose(1, 2)
+        keys, _ = apply_rotary_pos_emb(keys, keys[:, :0], *rotary)
+        return keys, self.split(self.v_proj(hidden)).transpose(1, 2)
+
+    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        query = self.q_norm(self.split(self.q_proj(hidden))).transpose(1, 2)
+        query, _ = apply_rotary_pos_emb(query, query[:, :0], *rotary)
+        out = attend(self.layer, query, *self.keys_values(hidden, rotary))
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class BlockLayer(nn.Module):
+    def __init__(self, config: Any, layer: int):
+        super().__init__()
+        self.self_attn = BlockAttention(config, layer)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, attend)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class DSparkDrafter(nn.Module):
+    """DSpark (and, without a head, DFlash) in DeepSpec's read-out: slot j predicts the token after it.
+
+    ``embed_tokens`` and ``lm_head`` are either the checkpoint's own or, where it has none, the target's modules, shared
+    and not copied.
+    """
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        backbone = config.backbone
+        self.config = config
+        self.fc = nn.Linear(len(config.target_layer_ids) * backbone.hidden_size, backbone.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(backbone.hidden_size, backbone.rms_norm_eps)
+        self.layers: Any = nn.ModuleList(BlockLayer(backbone, i) for i in range(backbone.num_hidden_layers))
+        self.norm = Qwen3RMSNorm(backbone.hidden_size, backbone.rms_norm_eps)
+        self.rotary = Qwen3RotaryEmbedding(backbone)
+        self.embed_tokens: nn.Module | None = None
+        self.lm_head: nn.Module | None = None
+        self.markov_head: MarkovHead | None = None
+        self.confidence_head: ConfidenceHead | None = None
+        if config.markov_rank:
+            head = MARKOV_HEADS[config.markov_head_type]
+            self.markov_head = head(backbone.vocab_size, config.markov_rank, backbone.hidden_size)
+        if config.enable_confidence_head:
+            read_rank = config.markov_rank if config.confidence_head_with_markov else 0
+            self.confidence_head = ConfidenceHead(backbone.hidden_size, read_rank)
+
+    @property
+    def block_size(self) -> int:
+        return self.config.block_size
+
+    def share(self, embed_tokens: nn.Module, lm_head: nn.Module) -> None:
+        """Use the target's embeddings and output head where the checkpoint brought none."""
+        if self.embed_tokens is None:
+            self.embed_tokens = embed_tokens
+        if self.lm_head is None:
+            self.lm_head = lm_head
+
+    def new_cache(self, requests: int, max_length: int) -> KVCache:
+        """An empty context cache; ``max_length`` counts committed tokens, the block's rows are added here."""
+        backbone = self.config.backbone
+        weight = self.fc.weight
+        return KVCache(
+            len(self.layers),
+            requests,
+            max_length + self.block_size,
+            backbone.num_key_value_heads,
+            backbone.head_dim,
+            weight.dtype,
+            weight.device,
+        )
+
+    def context(self, features: Tensor) -> Tensor:
+        """Context rows [R, n, H] of target features [R, n, m·H]."""
+        return self.hidden_norm(self.fc(features))
+
+    @torch.inference_mode()
+    def extend(self, cache: KVCache, features: Tensor) -> None:
+        """Commit the features [R, n, m·H] of n newly committed tokens per request to the context."""
+        rows = features.shape[1]
+        context = self.context(features)
+        slots = cache.slots(rows).to(features.device)
+        rotary = self.rotary(context, slots)
+        for layer, block in enumerate(self.layers):
+            keys, values = block.self_attn.keys_values(context, rotary)
+            cache.write(layer, slots, keys, values, span=0)
+        cache.advance(rows)
+
+    @torch.inference_mode()
+    def draft_block(self, cache: KVCache, anchors: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states [R, B, H] and base logits [R, B, V] of the block that starts at each request's anchor [R]."""
+        assert self.lm_head is not None
+        slots = cache.slots(self.block_size).to(anchors.device)
+        span = int(cache.lengths.max()) + self.block_size
+        mask = None
+        if cache.requests > 1:  # shorter requests must not see the empty rows up to the longest
+            visible = torch.arange(span, device=anchors.device) <= slots[:, -1:]
+            mask = visible[:, None, None]
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            key, value = cache.write(layer, slots, key, value, span)
+            return attention(query, key, value, mask)
+
+        hidden = self.backbone(self.block_ids(anchors), slots, attend)
+        return hidden, self.lm_head(hidden)
+
+    def block_ids(self, anchors: Tensor) -> Tensor:
+        """Input ids [..., B]: the anchor, then mask tokens."""
+        masks = anchors.new_full((*anchors.shape, self.block_size - 1), self.config.mask_token_id)
+        return torch.cat([anchors[..., None], masks], dim=-1)
+
+    def backbone(self, token_ids: Tensor, position_ids: Tensor, attend: Attend) -> Tensor:
+        """Normalised hidden states [R, n, H] of block rows; ``attend`` brings the context's keys and values in."""
+        assert self.embed_tokens is not None
+        hidden = self.embed_tokens(token_ids)
+        rotary = self.rotary(hidden, position_ids)
+        for layer in self.layers:
+            hidden = layer(hidden, rotary, attend)
+        return self.norm(hidden)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Scaled dot-product attention [R, heads, n, D] where heads share key heads; ``mask`` broadcasts over heads."""
+    requests, heads, rows, head_dim = query.shape
+    groups = heads // key.shape[1]
+    grouped = query.reshape(requests, key.shape[1], groups * rows, head_dim)
+    if mask is not None and mask.shape[2] > 1:
+        mask = mask.repeat(1, 1, groups, 1)
+    return F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask).reshape(query.shape)
