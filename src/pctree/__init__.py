@@ -1,0 +1,26 @@
+"""PCTree: reads a DSpark drafter as a tree and verifies it in one target forward. Lossless, and faster than the chain."""
+
+from pctree.decoder import Generation, Round, SpeculativeDecoder
+from pctree.drafters import DSparkDrafter, load_drafter
+from pctree.errors import CheckpointError, PCTreeError, UsageError
+from pctree.methods import METHODS, DraftSettings
+from pctree.targets import TargetModel
+from pctree.tree import DraftTree, grow_tree
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "METHODS",
+    "CheckpointError",
+    "DSparkDrafter",
+    "DraftSettings",
+    "DraftTree",
+    "Generation",
+    "PCTreeError",
+    "Round",
+    "SpeculativeDecoder",
+    "TargetModel",
+    "UsageError",
+    "grow_tree",
+    "load_drafter",
+]

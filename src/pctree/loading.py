@@ -1,0 +1,138 @@
+"""From names to a target and a drafter that fit each other, or an error that says why they do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from pctree import smollm2
+from pctree.drafters import DSparkDrafter, load_drafter
+from pctree.errors import CheckpointError, UsageError
+from pctree.methods import METHODS, DraftSettings
+from pctree.targets import TargetModel
+
+DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
+          "float32": torch.float32, "fp32": torch.float32, "float16": torch.float16, "fp16": torch.float16}  # fmt: skip
+
+
+def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """A torch dtype from its name; ``auto`` is bfloat16."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype is {dtype!r}; it is one of {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def resolve_device(device: str) -> torch.device:
+    """A device from its name; ``auto`` is CUDA where there is one, else the CPU."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError:
+        raise UsageError(f"device is {device!r}; use auto, cpu, cuda or cuda:N") from None
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"device is {device!r} but this machine has no CUDA device; use cpu")
+    return resolved
+
+
+def local_folder(name: str, kind: str) -> Path:
+    """The folder behind a name: a path, a model of the Hugging Face hub, or ``smollm2``."""
+    if name == smollm2.NAME:
+        return smollm2.target_path() if kind == "target" else smollm2.drafter_path()
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        from huggingface_hub import snapshot_download
+
+        try:
+            return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
+        except Exception as error:  # the hub's client raises a different class for every cause
+            cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise CheckpointError(f"{kind} {name} is no folder here and the hub did not give it ({cause})") from None
+    raise CheckpointError(f"{kind} {name} does not exist; give a folder, a hub name like owner/model, or {smollm2.NAME}")
+
+
+def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """A causal language model in evaluation mode."""
+    if not (path / "config.json").exists():
+        raise CheckpointError(f"{path} holds no config.json; give the folder of a transformers model")
+    transformers_logging.disable_progress_bar()
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    except Exception as error:  # safetensors, OS and value errors alike mean a folder that cannot be loaded
+        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(f"target {path} cannot be loaded ({cause})") from None
+    return model.to(device).eval()
+
+
+def load_tokenizer(path: Path) -> Any:
+    """The tokenizer of a folder, or None where it has none."""
+    if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        return None
+    return AutoTokenizer.from_pretrained(path)
+
+
+def check_fit(drafter: DSparkDrafter, model: PreTrainedModel, drafter_name: str, target_name: str) -> None:
+    """Refuse a drafter that was made for another target.
+
+    Raises:
+        CheckpointError: vocabulary, hidden size, number of layers, or shared weights do not fit; the message names it.
+    """
+    backbone, config = drafter.config.backbone, model.config
+    for what, mine, theirs in (
+        ("vocabulary", backbone.vocab_size, config.vocab_size),
+        ("hidden size", backbone.hidden_size, config.hidden_size),
+        ("number of target layers", drafter.config.num_target_layers, config.num_hidden_layers),
+    ):
+        if mine != theirs:
+            raise CheckpointError(
+                f"drafter {drafter_name} does not fit target {target_name}: its {what} is {mine}, the target's {theirs}; "
+                "use the drafter that was trained for this target"
+            )
+
+
+def check_tokenizers(drafter_tokenizer: Any, target_tokenizer: Any, drafter_name: str, target_name: str) -> None:
+    """Refuse a drafter whose own tokenizer numbers tokens in another way than the target's."""
+    if drafter_tokenizer is None or target_tokenizer is None:
+        return
+    if drafter_tokenizer.get_vocab() != target_tokenizer.get_vocab():
+        raise CheckpointError(
+            f"drafter {drafter_name} does not fit target {target_name}: their tokenizers differ; use the drafter that was "
+            "trained for this target"
+        )
+
+
+def load_pair(
+    target: str,
+    drafter: str | None,
+    settings: DraftSettings,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str = "auto",
+) -> tuple[TargetModel, DSparkDrafter | None, Any]:
+    """Target, drafter and tokenizer, checked against each other. ``method="ar"`` loads no drafter."""
+    if settings.method not in METHODS:
+        settings.validate(None)
+    torch_dtype, torch_device = resolve_dtype(dtype), resolve_device(device)
+    draft: DSparkDrafter | None = None
+    if drafter is not None and settings.method != "ar":
+        drafter_folder = local_folder(drafter, "drafter")
+        draft = load_drafter(drafter_folder, dtype=torch_dtype, device=torch_device)
+    settings.validate(draft)  # before the target, which is the larger one
+    target_folder = local_folder(target, "target")
+    model = load_model(target_folder, torch_dtype, torch_device)
+    tokenizer = load_tokenizer(target_folder)
+    if draft is None:
+        return TargetModel(model), None, tokenizer
+    check_fit(draft, model, str(drafter), target)
+    check_tokenizers(load_tokenizer(drafter_folder), tokenizer, str(drafter), target)
+    tapped = TargetModel(model, draft.config.target_layer_ids)
+    draft.share(tapped.embed_tokens, tapped.lm_head)
+    return tapped, draft, tokenizer
