@@ -1,0 +1,1 @@
+"""Training of drafters: data written by the target itself, and DeepSpec's recipe."""
