@@ -1,0 +1,144 @@
+"""``pctree generate``: decode one prompt."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from pctree.cli.common import DEVICE, DRAFTER, DTYPE, TARGET, err, out
+from pctree.errors import UsageError
+
+if TYPE_CHECKING:
+    from pctree.decoder import Generation
+
+
+def command(
+    target: str = TARGET,
+    drafter: str = DRAFTER,
+    method: str = typer.Option("pctree", help="ar, dspark, shared-markov, pctree, dflash or ddtree."),
+    top_k: int = typer.Option(4, help="Children per parent, and width of a capped frontier."),
+    budget: int = typer.Option(32, help="Nodes sent to the target in a round, root included."),
+    frontier: str = typer.Option("capped", help="capped: the top-k best nodes of a layer grow; exact: all that can matter."),
+    prompt: str = typer.Option(None, help="The prompt. Without any of the three, it is read from standard input."),
+    prompt_file: Path = typer.Option(None, help="A file that holds the prompt."),
+    prompt_ids: str = typer.Option(None, help="The prompt as token ids, 1,2,3; needs no tokenizer."),
+    system: str = typer.Option(None, help="A system message."),
+    raw: bool = typer.Option(False, "--raw", help="Continue the text as it is, without the chat template."),
+    max_new_tokens: int = typer.Option(256, help="Most tokens to write."),
+    dtype: str = DTYPE,
+    device: str = DEVICE,
+    stream: bool = typer.Option(False, "--stream", help="Print the text as it comes."),
+    stats: bool = typer.Option(False, "--stats", help="Print what was measured, on standard error."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object: text, token_ids, stats."),
+    show_tree: bool = typer.Option(False, "--show-tree", help="Draw the tree of every round, with the accepted path marked."),
+) -> None:
+    """Decode a prompt. The text is the target's own; the drafter only makes it come faster.
+
+    [bold]pctree generate --prompt "Why is the sky blue?" --stream --stats[/bold]
+    """
+    if as_json and (stream or show_tree):
+        raise UsageError("--json prints one object at the end; drop --stream and --show-tree")
+    text = read_prompt(prompt, prompt_file, prompt_ids)
+    if isinstance(text, list) and (system is not None or raw):
+        raise UsageError("--prompt-ids are used as they are; drop --system and --raw")
+
+    from pctree import SpeculativeDecoder
+
+    decoder = SpeculativeDecoder.from_pretrained(
+        target, drafter, method=method, top_k=top_k, budget=budget, frontier=frontier, dtype=dtype, device=device
+    )
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens}
+    if isinstance(text, list):
+        decoder.tokenizer = None  # ids in, ids out
+    else:
+        options |= {"system": system, "raw": raw}
+    result = None
+    write = text_writer()
+    number = 0
+    for result, done in decoder.stream(text, **options):
+        if show_tree and done is not None:
+            from pctree.cli.draw import draw_round
+
+            number += 1
+            out.print(draw_round(number, done, token_shower(decoder.tokenizer)))
+        elif stream:
+            write(readable(result), False)
+    assert result is not None
+    if as_json:
+        print(json.dumps(result.to_dict(), ensure_ascii=False))
+    elif stream and not show_tree:
+        write(readable(result), True)
+    else:
+        print(readable(result))
+    if stats:
+        err.print(summary(result))
+
+
+def read_prompt(prompt: str | None, prompt_file: Path | None, prompt_ids: str | None) -> str | list[int]:
+    """The one prompt that was given, or standard input."""
+    sources = [name for name, value in (("--prompt", prompt), ("--prompt-file", prompt_file), ("--prompt-ids", prompt_ids))
+               if value is not None]  # fmt: skip
+    if len(sources) > 1:
+        raise UsageError(f"{' and '.join(sources)} were given; give one of them")
+    if prompt is not None:
+        return prompt
+    if prompt_file is not None:
+        try:
+            return prompt_file.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--prompt-file {prompt_file} cannot be read ({error}); give a text file") from None
+    if prompt_ids is not None:
+        try:
+            return [int(part) for part in prompt_ids.split(",")]
+        except ValueError:
+            raise UsageError(f"--prompt-ids is {prompt_ids!r}; give whole numbers with commas, like 1,2,3") from None
+    if sys.stdin.isatty():
+        raise UsageError("no prompt was given; use --prompt, --prompt-file, --prompt-ids, or pipe one in")
+    return sys.stdin.read()
+
+
+def readable(result: Generation) -> str:
+    """The text, or the token ids where there is none."""
+    return result.text if result.text is not None else ",".join(map(str, result.token_ids))
+
+
+def text_writer() -> Callable[[str, bool], None]:
+    """A function that prints what is new of a growing text, holding back a character that is not whole yet."""
+    written = 0
+
+    def write(text: str, last: bool) -> None:
+        nonlocal written
+        ready = text if last else text.rstrip("\N{REPLACEMENT CHARACTER}")
+        print(ready[written:], end="\n" if last else "", flush=True)
+        written = max(written, len(ready))
+
+    return write
+
+
+def token_shower(tokenizer: Any) -> Callable[[int], str]:
+    """How a token is drawn: its text with visible spaces and line ends, or its id."""
+    if tokenizer is None:
+        return str
+
+    def show(token: int) -> str:
+        return tokenizer.decode([token]).replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥") or f"<{token}>"
+
+    return show
+
+
+def summary(result: Generation) -> str:
+    """What was measured, in three lines."""
+    stats = result.stats
+    stages = ", ".join(f"{stage} {ms:.1f}" for stage, ms in stats.stage_ms.items())
+    return (
+        f"{result.method}: {stats.new_tokens} tokens in {stats.rounds} rounds, acceptance length "
+        f"{stats.acceptance_length:.2f}, {stats.tree_nodes:.0f} nodes a round ({result.finish_reason})\n"
+        f"{stats.tokens_per_second:.1f} tokens/s after a first token at {stats.time_to_first_token_ms:.0f} ms "
+        f"({result.prompt_tokens} prompt tokens)\n"
+        f"milliseconds a round: {stages}"
+    )
