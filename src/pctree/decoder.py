@@ -68,6 +68,11 @@ class SpeculativeDecoder:
     ):
         self.settings = settings or DraftSettings()
         self.settings.validate(drafter)
+        if drafter is not None and target.feature_layers != drafter.config.target_layer_ids:
+            raise UsageError(
+                f"the target taps layers {target.feature_layers}, but the drafter's target_layer_ids are "
+                f"{drafter.config.target_layer_ids}; build it as TargetModel(model, drafter.config.target_layer_ids)"
+            )
         self.drafter = drafter
         # Plain decoding must not pay for features that nobody reads.
         self.target = TargetModel(target.model) if self.settings.method == "ar" else target
@@ -161,11 +166,11 @@ class SpeculativeDecoder:
         anchor = logits.argmax(-1)
         committed = anchor.tolist()
         produced = 1
-        first = time.perf_counter()
-        stats.time_to_first_token_ms, stats.new_tokens = 1e3 * (first - began), 1
+        stats.time_to_first_token_ms, stats.new_tokens = 1e3 * (time.perf_counter() - began), 1
         yield Round(root_only(anchor), [], committed)
 
         while produced < limit and committed[-1] not in stop_ids:
+            round_began = time.perf_counter()  # what the caller does between rounds is not ours to count
             if speculative:
                 assert drafter is not None
                 assert context is not None
@@ -196,7 +201,8 @@ class SpeculativeDecoder:
                 target.commit(cache, kept, torch.tensor([kept.shape[1]]))
                 features = node_features.gather(1, kept[..., None].expand(-1, -1, node_features.shape[-1]))
                 anchor = bonus
-            stats.new_tokens, stats.seconds = produced, time.perf_counter() - first
+            stats.new_tokens = produced
+            stats.seconds += time.perf_counter() - round_began
             yield Round(tree, accepted, committed)
         stats.total_stage_ms = clock.total_ms()
 

@@ -57,7 +57,7 @@ class Statistics:
     nodes: list[int] = field(default_factory=list)  # sent to the target, root included, per round
     new_tokens: int = 0
     time_to_first_token_ms: float = 0.0
-    seconds: float = 0.0  # after the first token
+    seconds: float = 0.0  # spent in rounds, so after the first token
     total_stage_ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
 
     @property

@@ -47,7 +47,7 @@ def read_json_config(path: Path) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{file} is not valid JSON ({error}); download the checkpoint again") from None
     if not isinstance(config, dict):
-        raise CheckpointError(f"{file} holds a JSON {type(config).__name__} where an object is expected")
+        raise CheckpointError(f"{file} holds a JSON {type(config).__name__}; expected an object, download the checkpoint again")
     return config
 
 
@@ -60,7 +60,8 @@ def read_config(path: Path) -> DrafterConfig:
     raw = read_json_config(path)
     file = path / "config.json"
     architectures = raw.get("architectures") or []
-    if ARCHITECTURE not in architectures:
+    if not isinstance(architectures, list) or ARCHITECTURE not in architectures:
+        architectures = [str(name) for name in architectures] if isinstance(architectures, list) else [str(architectures)]
         found = ", ".join(architectures) or "none"
         known = [OTHER_ARCHITECTURES[name] for name in architectures if name in OTHER_ARCHITECTURES]
         hint = f" ({known[0]}, which is not supported yet)" if known else ""
@@ -68,6 +69,7 @@ def read_config(path: Path) -> DrafterConfig:
     missing = [key for key in ("block_size", "target_layer_ids", "mask_token_id", "num_target_layers") if key not in raw]
     if missing:
         raise CheckpointError(f"{file} lacks {', '.join(missing)}; a {ARCHITECTURE} names them all")
+    _check_types(raw, file)
     backbone = Qwen3Config.from_dict({k: v for k, v in raw.items() if k not in _EXTRA})
     config = DrafterConfig(
         backbone=backbone,
@@ -84,11 +86,23 @@ def read_config(path: Path) -> DrafterConfig:
     return config
 
 
+def _check_types(raw: dict[str, Any], file: Path) -> None:
+    def whole(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool)
+
+    for key in ("block_size", "num_target_layers", "mask_token_id", "markov_rank"):
+        if key in raw and not whole(raw[key]):
+            raise CheckpointError(f"{file}: {key} is {raw[key]!r}; expected a whole number")
+    ids = raw["target_layer_ids"]
+    if not isinstance(ids, list) or not all(whole(layer) for layer in ids):
+        raise CheckpointError(f"{file}: target_layer_ids is {ids!r}; expected a list of whole numbers")
+
+
 def _check_config(config: DrafterConfig, file: Path) -> None:
     def refuse(key: str, expected: str) -> None:
         raise CheckpointError(f"{file}: {key} is {getattr(config, key)!r}; expected {expected}")
 
-    if not isinstance(config.block_size, int) or config.block_size < 1:
+    if config.block_size < 1:
         refuse("block_size", "a whole number of at least 1")
     ids = config.target_layer_ids
     if not ids or any(b <= a for a, b in pairwise(ids)):
@@ -114,7 +128,12 @@ def open_tensors(path: Path) -> dict[str, Tensor]:
     index = path / "model.safetensors.index.json"
     files = [path / "model.safetensors"]
     if index.exists():
-        files = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        try:
+            files = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise CheckpointError(
+                f"{index} is damaged; expected a JSON object whose weight_map names a file for each tensor"
+            ) from None
     tensors: dict[str, Tensor] = {}
     for file in files:
         if not file.exists():

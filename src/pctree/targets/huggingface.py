@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from pctree.errors import CheckpointError, UsageError
 from pctree.targets.kv_cache import KVCache
 
 ATTENTION = "pctree"
+_CHECKED: WeakSet[PreTrainedModel] = WeakSet()
 PREFILL_CHUNK = 512
 
 
@@ -66,23 +68,66 @@ class TargetModel:
                 "rewound to a tree path; use a target with full attention"
             )
         self.model = model.eval()
-        self.backbone: Any = model.get_decoder()
-        self.layers: Any = self.backbone.layers
-        self.embed_tokens: Any = model.get_input_embeddings()
-        self.lm_head: Any = model.get_output_embeddings()
         self.feature_layers = list(feature_layers)
-        for layer in self.feature_layers:
-            if not -1 <= layer < len(self.layers) - 1:
-                raise CheckpointError(
-                    f"target_layer_ids {self.feature_layers} do not fit a target of {len(self.layers)} layers: each "
-                    f"must lie between -1 (the embedding output) and {len(self.layers) - 2}"
-                )
+        try:
+            self._read_model()
+            self._check_layers()
+            if model not in _CHECKED:
+                self._check_forward()
+                _CHECKED.add(model)
+        except CheckpointError:
+            raise
+        except Exception as error:  # other architectures fail in as many ways as there are
+            cause = " ".join(str(error).split())
+            raise CheckpointError(self._refusal(f"{type(error).__name__}: {cause}")) from error
+
+    def _read_model(self) -> None:
+        config = self.model.config
+        self.backbone: Any = self.model.get_decoder()
+        self.layers: Any = self.backbone.layers
+        self.embed_tokens: Any = self.model.get_input_embeddings()
+        self.lm_head: Any = self.model.get_output_embeddings()
         self.vocab_size: int = config.vocab_size
         self.hidden_size: int = config.hidden_size
         self.max_length: int = config.max_position_embeddings
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self._head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+    def _check_layers(self) -> None:
+        kinds = set(getattr(self.model.config, "layer_types", None) or ()) - {"full_attention"}
+        kinds |= {type(layer).__name__ for layer in self.layers if not hasattr(layer, "self_attn")}
+        if kinds:
+            raise CheckpointError(self._refusal(f"it has layers of kind {', '.join(sorted(kinds))}"))
+        for layer in self.feature_layers:
+            if not -1 <= layer < len(self.layers) - 1:
+                raise CheckpointError(
+                    f"target_layer_ids {self.feature_layers} do not fit a target of {len(self.layers)} layers: each "
+                    f"must lie between -1 (the embedding output) and {len(self.layers) - 2}"
+                )
+
+    @torch.inference_mode()
+    def _check_forward(self) -> None:
+        """Compare our logits for a few tokens, prompt and verify, with the model's own.
+
+        A model with running states, other position schemes or scaled logits can go through our forward without an error
+        and be wrong; this finds it out before anything is decoded.
+        """
+        tokens = torch.arange(1, 6, device=self.device)[None] % self.vocab_size
+        cache = self.new_cache(1, tokens.shape[1])
+        self.prefill(cache, tokens[:, :3])
+        chain = torch.ones(1, 2, 2, dtype=torch.bool, device=self.device).tril()
+        mine, _ = self.verify(cache, tokens[:, 3:], torch.arange(2, device=self.device)[None], chain)
+        theirs = self.model(tokens, use_cache=False).logits[:, 3:].float()
+        error = float((mine.float() - theirs).norm() / theirs.norm().clamp_min(1e-9))
+        if not error < (1e-3 if self.dtype == torch.float32 else 0.1):
+            raise CheckpointError(self._refusal(f"its logits through a tree forward differ from its own by {error:.1%}"))
+
+    def _refusal(self, reason: str) -> str:
+        return (
+            f"the target is a {type(self.model).__name__}, which cannot be verified as a tree ({reason}); "
+            "use a decoder with standard attention in every layer, such as Qwen3 or Llama"
+        )
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -159,7 +204,9 @@ class TargetModel:
         with self._own_attention(), self._tapped_layers() as taps:
             hidden = self.backbone(
                 input_ids=token_ids,
-                position_ids=lengths[:, None] + offsets,
+                # A node past the context can never be committed; at its true position, though, it could rescale a
+                # dynamic rotary embedding for all rows.
+                position_ids=(lengths[:, None] + offsets).clamp_max(self.max_length - 1),
                 use_cache=False,
                 tree_attention=attention,
             ).last_hidden_state
