@@ -112,14 +112,9 @@ def grow_tree(scorer: Scorer, anchors: Tensor, *, top_k: int = 4, budget: int = 
         parents = position.gather(1, parents.gather(1, kept))
         if depth + 1 < scorer.depth:
             new = depths == depth + 1
-            size = min(width, known_children(known, shape), kept.shape[1])
-            frontier = best(scores.masked_fill(~new, -torch.inf), size)
+            proposals = shape[1] * shape[2]
+            frontier = best(scores.masked_fill(~new, -torch.inf), min(width, proposals))
             # Every child starts from the state that its parent's step left.
             slot = kept.gather(1, frontier).sub(known).clamp_min(0) // children
             states = states.gather(1, slot[..., None].expand(-1, -1, states.shape[-1]))
     return DraftTree(tokens, parents, depths, scores)
-
-
-def known_children(known: int, shape: tuple[int, int, int]) -> int:
-    """How many children a layer proposed: the frontier cannot be wider."""
-    return shape[1] * shape[2]

@@ -44,9 +44,9 @@ class DistillationLoss(torch.autograd.Function):
             weight = weights[part, None]
             known = labels >= 0
             logits = torch.addmm(hidden[part] @ head.T, latent[part], w2.T)
-            matches[part] = logits.argmax(-1) == ids[:, 0]
             q_all = logits.softmax(-1)
             q = q_all.gather(1, ids).float()
+            matches[part] = q[:, 0] >= q_all.amax(-1)
             q = q * (p > 0)
             rest = (1 - q.sum(-1, keepdim=True)) - (1 - p.sum(-1, keepdim=True))
             distance = (q - p).abs().sum(-1) + rest.abs()[:, 0]
