@@ -1,0 +1,97 @@
+"""The table of methods: what each says a child's probability is, recomputed path by path from the head's formulas."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import tiny
+import torch
+from torch import Tensor
+
+from pctree import grow_tree
+from pctree.drafters.heads import MARKOV_HEADS, ConfidenceHead
+from pctree.scorers import BaseScorer, MarkovScorer, SharedMarkovScorer
+
+VOCAB, RANK, WIDTH, BLOCK = 11, 4, 6, 5
+
+
+def slow_step(head, previous: int, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Bias [V] and next state [r] of one parent, as DESIGN, section 6, writes them."""
+    embedded, w2 = head.markov_w1.weight[previous], head.markov_w2.weight
+    if head.kind == "vanilla":
+        return w2 @ embedded, state
+    if head.kind == "gated":
+        gate = torch.sigmoid(head.gate_proj.weight @ torch.cat([hidden, embedded]) + head.gate_proj.bias)
+        return w2 @ (gate * embedded), state
+    joint = head.joint_proj.weight @ torch.cat([state, embedded, hidden]) + head.joint_proj.bias
+    g, c, o = joint[:RANK], joint[RANK : 2 * RANK], joint[2 * RANK :]
+    return w2 @ o.tanh(), torch.sigmoid(g) * state + (1 - torch.sigmoid(g)) * c.tanh()
+
+
+@pytest.fixture
+def block() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    logits, hidden = torch.randn(2, BLOCK, VOCAB, generator=generator), torch.randn(2, BLOCK, WIDTH, generator=generator)
+    return logits, hidden, torch.tensor([4, 7])
+
+
+def random_head(kind: str):
+    head = MARKOV_HEADS[kind](VOCAB, RANK, WIDTH).requires_grad_(False)
+    generator = torch.Generator().manual_seed(6)
+    for parameter in head.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return head
+
+
+@pytest.mark.parametrize("kind", tiny.HEADS)
+@pytest.mark.parametrize("exact", [False, True], ids=["capped", "exact"])
+def test_every_path_is_scored_with_its_own_parents(kind, exact, block):
+    logits, hidden, anchors = block
+    head = random_head(kind)
+    tree = grow_tree(MarkovScorer(logits, hidden, head), anchors, top_k=4, budget=32, exact=exact)
+    for request in range(2):
+        for node in range(tree.nodes):
+            path = tiny.root_path_tokens(tree, request, node)
+            state, total = torch.zeros(RANK), 0.0
+            for depth, (parent, child) in enumerate(pairwise(path)):
+                bias, state = slow_step(head, parent, hidden[request, depth], state)
+                total += float((logits[request, depth] + bias).log_softmax(-1)[child])
+            assert float(tree.log_probs[request, node]) == pytest.approx(total, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", tiny.HEADS)
+def test_shared_markov_reuses_the_greedy_chain(kind, block):
+    logits, hidden, anchors = block
+    head = random_head(kind)
+    tree = grow_tree(SharedMarkovScorer(logits, hidden, head, anchors), anchors, top_k=4, budget=32)
+    for request in range(2):
+        layers, state, previous = [], torch.zeros(RANK), int(anchors[request])
+        for depth in range(BLOCK):
+            bias, state = slow_step(head, previous, hidden[request, depth], state)
+            layers.append((logits[request, depth] + bias).log_softmax(-1))
+            previous = int(layers[-1].argmax())
+        for node in range(tree.nodes):
+            path = tiny.root_path_tokens(tree, request, node)[1:]
+            total = sum(float(layers[depth][token]) for depth, token in enumerate(path))
+            assert float(tree.log_probs[request, node]) == pytest.approx(total, abs=1e-4)
+
+
+def test_base_logits_alone_ignore_the_parent(block):
+    logits, _, anchors = block
+    tree = grow_tree(BaseScorer(logits), anchors, budget=32, exact=True)
+    log_probs = logits.log_softmax(-1)
+    for request in range(2):
+        for node in range(tree.nodes):
+            path = tiny.root_path_tokens(tree, request, node)[1:]
+            total = sum(float(log_probs[request, depth, token]) for depth, token in enumerate(path))
+            assert float(tree.log_probs[request, node]) == pytest.approx(total, abs=1e-4)
+
+
+@pytest.mark.parametrize("rank", [0, RANK])
+def test_confidence_head_is_a_sigmoid_of_hidden_and_previous_token(rank):
+    head = ConfidenceHead(WIDTH, rank).requires_grad_(False)
+    hidden, embedded = torch.randn(2, 3, WIDTH), torch.randn(2, 3, RANK) if rank else None
+    read = torch.cat([hidden, embedded], -1) if embedded is not None else hidden
+    expected = torch.sigmoid(read @ head.proj.weight[0] + head.proj.bias)
+    assert torch.allclose(head(hidden, embedded), expected, atol=1e-6)
