@@ -4,8 +4,11 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-# Where there is no NVIDIA GPU, torch is held at its CPU build.
-CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
+# Where there is no NVIDIA GPU, torch is held at a version whose CPU build is at hand. If pip knows no CPU build by itself,
+# name PyTorch's index of them: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt) \
+               $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .PHONY: demo test lint types unit install bounds clean help
 
@@ -15,7 +18,7 @@ help:  ## show this list
 demo: $(STAMP)  ## install, fetch the small target, and decode a few prompts four ways
 	$(BIN)/pctree demo
 
-test: lint types unit  ## install, then lint, types and tests
+test: lint types unit bounds  ## install, then lint, types, and tests with the highest and the lowest transformers
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -29,8 +32,8 @@ unit: $(STAMP)
 
 install: $(STAMP)  ## only make the virtual environment
 
-bounds: $(STAMP)  ## run the tests against the lowest and the highest transformers that pyproject.toml allows
-	./scripts/test-bounds $(BIN)/python
+bounds: $(STAMP)  ## run the quick tests with the lowest transformers that pyproject.toml allows
+	./scripts/test-lowest $(BIN)/python -m "not slow"
 
 $(STAMP): pyproject.toml constraints-cpu.txt
 	$(PYTHON) -m venv $(VENV)
