@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -240,3 +243,47 @@ def test_bad_training_input(run, pair, tmp_path):
     assert run("synth", "--target", pair["target"], "--output", str(tmp_path / "d.jsonl"), "--rows", "0")[0] == 2
     assert run("synth", "--target", pair["bare"], "--output", str(tmp_path / "d.jsonl"))[0] == 2
     assert not Path(tmp_path / "d.jsonl").exists()
+
+
+def start(*arguments: str) -> subprocess.Popen:
+    """``pctree`` in a process of its own, so that it can be interrupted as a user does it."""
+    program = [sys.executable, "-c", "from pctree.cli import main; main()", *arguments]
+    return subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def interrupt_when(process: subprocess.Popen, ready) -> tuple[int, str]:
+    """Send Ctrl-C as soon as ``ready()``; gives the exit code and standard error."""
+    for _ in range(1200):
+        if ready() or process.poll() is not None:
+            break
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    return process.returncode, err
+
+
+def test_ctrl_c_leaves_files_from_which_synth_and_train_resume(run, pair, tmp_path):
+    data, output = tmp_path / "data.jsonl", tmp_path / "run"
+    synth = ["synth", "--target", pair["target"], "--output", str(data), "--rows", "4", "--max-prompt", "6",
+             "--max-answer", "12", "--dtype", "float32"]  # fmt: skip
+    process = start(*synth, "--answer-tokens", "1000000000")
+    code, err = interrupt_when(process, lambda: data.exists() and data.stat().st_size > 2000)
+    assert code == 130
+    assert "go on" in err
+    assert "Traceback" not in err
+    text = data.read_text()
+    assert text.endswith("\n")
+    written = sum(stop - start for line in text.splitlines() for start, stop in json.loads(line)["answers"])
+    assert run(*synth, "--answer-tokens", str(written + 20))[0] == 0
+    assert data.read_text().startswith(text)
+
+    train = ["train", "--target", pair["target"], "--data", str(data), "--output", str(output), "--layers", "1",
+             "--sequences", "2", "--anchors", "2", "--steps", "100000"]  # fmt: skip
+    process = start(*train)
+    code, err = interrupt_when(process, lambda: (output / "log.jsonl").exists() and (output / "log.jsonl").stat().st_size > 0)
+    assert code == 130, err
+    assert "Saved step" in err
+    assert "Traceback" not in err
+    step = torch.load(output / "checkpoint.pt", weights_only=True)["step"]
+    assert step >= 20  # the first line of the log
+    assert not (output / "drafter").exists()

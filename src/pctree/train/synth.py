@@ -127,8 +127,13 @@ class _Row:
             return False
         return True
 
-    def record(self) -> dict[str, Any]:
-        return {"token_ids": self.token_ids, "answers": self.answers, "temperature": self.temperature}
+    def record(self, tokenizer: Any) -> dict[str, Any]:
+        return {
+            "token_ids": self.token_ids,
+            "answers": self.answers,
+            "temperature": self.temperature,
+            "text": tokenizer.decode(self.token_ids),  # for people; training reads the ids
+        }
 
 
 def sample(logits: Tensor, temperatures: Tensor, min_p: float, generator: torch.Generator) -> Tensor:
@@ -172,7 +177,7 @@ def synthesize(
 ) -> tuple[int, int]:
     """Append conversations to ``output`` until it holds ``config.answer_tokens`` answer tokens or ``should_stop``.
 
-    Every line is ``{"token_ids", "answers": [[start, stop], …], "temperature"}``. An existing file is continued.
+    Every line is ``{"token_ids", "answers": [[start, stop], …], "temperature", "text"}``. An existing file is continued.
 
     Returns:
         Conversations and answer tokens in the file.
@@ -205,7 +210,7 @@ def synthesize(
                 prompt = tuple(row.token_ids[: row.answers[0][0]]) if row.answers else ()
                 if prompt and prompt not in seen:
                     seen.add(prompt)
-                    file.write(json.dumps(row.record()) + "\n")
+                    file.write(json.dumps(row.record(tokenizer)) + "\n")
                     file.flush()
                     conversations += 1
                     tokens += sum(stop - start for start, stop in row.answers)
