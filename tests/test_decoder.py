@@ -145,7 +145,7 @@ def test_k_of_one_is_the_chain_round_for_round(head, block_size, boost, seed):
     draft.future, draft.boost = prompt + expected, boost
     tree = tiny.decoder(model, draft, "pctree", top_k=1, budget=block_size + 1)
     chain = tree.with_settings(method="dspark", top_k=4, budget=64)  # a chain has no k, and no more nodes than B + 1
-    for mine, theirs in zip(tree.rounds(prompt, max_new_tokens=30), chain.rounds(prompt, max_new_tokens=30), strict=True):
+    for mine, theirs in zip(tiny.rounds(tree, prompt, 30), tiny.rounds(chain, prompt, 30), strict=True):
         assert mine.token_ids == theirs.token_ids
         assert mine.path == theirs.path
         assert mine.tree.token_ids.equal(theirs.tree.token_ids)
@@ -190,9 +190,9 @@ def test_features_reach_the_drafter_as_a_fresh_prefill_would_give_them():
     draft.future, draft.boost = prompt + future, 4.0
     decoder = tiny.decoder(model, draft)
     tokens, lengths = list(prompt), set()
-    for done in decoder.rounds(prompt, max_new_tokens=40):
+    for done in tiny.rounds(decoder, prompt, 40):
         if done.path:
-            cold = next(r for r in decoder.rounds(tokens[:-1], max_new_tokens=2) if r.path)
+            cold = next(r for r in tiny.rounds(decoder, tokens[:-1], 2) if r.path)
             assert cold.tree.token_ids.equal(done.tree.token_ids)
             assert torch.allclose(cold.tree.log_probs, done.tree.log_probs, atol=1e-3)
             lengths.add(len(done.path))
@@ -299,7 +299,7 @@ def test_every_round_shows_a_path_of_its_own_tree():
     draft = tiny.drafter(model, "gated")
     draft.future, draft.boost = prompt + future, 4.0
     tokens = list(prompt)
-    for done in tiny.decoder(model, draft).rounds(prompt, max_new_tokens=30):
+    for done in tiny.rounds(tiny.decoder(model, draft), prompt, 30):
         if done.path:
             assert int(done.tree.token_ids[0, 0]) == tokens[-1]
             assert done.path == tiny.root_path(done.tree, 0, done.path[-1])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pctree.acceptance import greedy_walk
+from pctree.acceptance import walk
 from pctree.drafters.heads import MARKOV_HEADS
 from pctree.methods import METHODS
 from pctree.scorers import BaseScorer, MarkovScorer, SharedMarkovScorer
@@ -245,7 +245,7 @@ def test_drafting_and_walking_never_wait_on_the_host(device, exact):
         with Forbidden():
             tree = grow_tree(scorer(), anchors, top_k=3, budget=16, exact=exact)
             mask = tree.ancestor_mask(5)
-            greedy_walk(tree, mask, tree.token_ids.flip(1))
+            walk(tree, mask, tree.token_ids.flip(1))
         assert tree.nodes == 16
 
 

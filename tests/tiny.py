@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from pctree import DraftSettings, DraftTree, DSparkDrafter, SpeculativeDecoder, TargetModel
+from pctree import DraftSettings, DraftTree, DSparkDrafter, Round, SpeculativeDecoder, TargetModel
 from pctree.drafters import DrafterConfig
 from pctree.targets import KVCache
 
@@ -114,6 +114,11 @@ def drafter(model: PreTrainedModel, head: str | None = "vanilla", *, seed: int =
 def decoder(model: PreTrainedModel, draft: DSparkDrafter | None, method: str = "pctree", **settings) -> SpeculativeDecoder:
     layers = draft.config.target_layer_ids if draft is not None else ()
     return SpeculativeDecoder(TargetModel(model, layers), draft, settings=DraftSettings(method, **settings))
+
+
+def rounds(reader: SpeculativeDecoder, prompt_ids: Sequence[int], count: int) -> Iterator[Round]:
+    """Prefill and rounds of one greedy request."""
+    return (done for _, done in reader.decode([reader.request(prompt_ids, max_new_tokens=count)]))
 
 
 def prompt(seed: int, length: int, vocab: int = 40) -> list[int]:

@@ -1,9 +1,11 @@
 """PCTree: reads a DSpark drafter as a tree and verifies it in one target forward. Lossless, and faster than the chain."""
 
-from pctree.decoder import Generation, Round, SpeculativeDecoder
+from pctree.decoder import SpeculativeDecoder
 from pctree.drafters import DSparkDrafter, load_drafter
 from pctree.errors import CheckpointError, PCTreeError, UsageError
 from pctree.methods import METHODS, DraftSettings
+from pctree.params import SamplingParams
+from pctree.results import Generation, Round
 from pctree.targets import TargetModel
 from pctree.tree import DraftTree, grow_tree
 
@@ -18,6 +20,7 @@ __all__ = [
     "Generation",
     "PCTreeError",
     "Round",
+    "SamplingParams",
     "SpeculativeDecoder",
     "TargetModel",
     "UsageError",

@@ -7,8 +7,8 @@ from torch import Tensor
 from pctree.tree import DraftTree
 
 
-def greedy_walk(tree: DraftTree, ancestor_mask: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The longest path on which every token is the target's choice after its parent.
+def walk(tree: DraftTree, ancestor_mask: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The longest path on which every token is the one that the target chose after its parent, by argmax or by a draw.
 
     A node is accepted when it and all its ancestors match. Siblings differ, so the accepted nodes are one path.
 

@@ -3,50 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from pctree.acceptance import greedy_walk
+from pctree.acceptance import walk
+from pctree.batch import Batch
+from pctree.conversation import Conversation
 from pctree.drafters import DSparkDrafter
 from pctree.errors import UsageError
 from pctree.loading import load_pair
 from pctree.methods import DraftSettings
+from pctree.params import SamplingParams
 from pctree.prompts import Prompt, encode_prompt
-from pctree.stats import StageClock, Statistics
+from pctree.request import Request
+from pctree.results import Generation, Round
+from pctree.stats import STAGES, StageClock
 from pctree.targets import TargetModel
 from pctree.tree import DraftTree
-
-
-@dataclass
-class Round:
-    """One draft, verify, commit: the tree, the accepted path in it (node indices, root first), the committed tokens."""
-
-    tree: DraftTree
-    path: list[int]
-    token_ids: list[int]
-
-
-@dataclass
-class Generation:
-    """The result: new token ids (a stop token included), their text (without special tokens), and what was measured."""
-
-    token_ids: list[int]
-    text: str | None
-    prompt_tokens: int
-    method: str
-    finish_reason: str  # "stop" or "length"
-    stats: Statistics
-
-    def to_dict(self) -> dict[str, Any]:
-        record = {"text": self.text, "token_ids": self.token_ids, "prompt_tokens": self.prompt_tokens,
-                  "method": self.method, "finish_reason": self.finish_reason, "stats": self.stats.to_dict()}  # fmt: skip
-        if self.text is None:
-            del record["text"]
-        return record
 
 
 class SpeculativeDecoder:
@@ -74,6 +52,7 @@ class SpeculativeDecoder:
                 f"{drafter.config.target_layer_ids}; build it as TargetModel(model, drafter.config.target_layer_ids)"
             )
         self.drafter = drafter
+        self._speculating_drafter = None if self.settings.method == "ar" else drafter
         # Plain decoding must not pay for features that nobody reads.
         self.target = TargetModel(target.model) if self.settings.method == "ar" else target
         self._tapped_target = target
@@ -106,129 +85,181 @@ class SpeculativeDecoder:
         """The same models, read in another way: ``decoder.with_settings(method="ar")``."""
         return SpeculativeDecoder(self._tapped_target, self.drafter, self.tokenizer, replace(self.settings, **changes))
 
-    def generate(self, prompt: Prompt, **options: Any) -> Generation:
-        """Decode to the end; the options are those of :meth:`rounds`, and ``system`` and ``raw`` of ``encode_prompt``."""
-        *_, (generation, _) = self._run(prompt, **options)
-        return generation
+    # --- for callers ------------------------------------------------------------------------------------------------
 
-    def stream(self, prompt: Prompt, **options: Any) -> Iterator[tuple[Generation, Round | None]]:
-        """Like :meth:`generate`, but yields the growing result after prefill (with no round) and after every round."""
-        return self._run(prompt, **options)
-
-    def _run(
-        self, prompt: Prompt, *, system: str | None = None, raw: bool = False, **options: Any
-    ) -> Iterator[tuple[Generation, Round | None]]:
-        prompt_ids = encode_prompt(self.tokenizer, prompt, system=system, raw=raw)
-        stats = Statistics()
-        result = Generation([], None, len(prompt_ids), self.settings.method, "length", stats)
-        for done in self.rounds(prompt_ids, stats=stats, **options):
-            result.token_ids += done.token_ids
-            if self.tokenizer is not None:
-                result.text = self.tokenizer.decode(result.token_ids, skip_special_tokens=True)
-            if result.token_ids[-1] in self.stop_ids(options.get("stop_token_ids")):
-                result.finish_reason = "stop"
-            yield result, done if done.path else None
-
-    def stop_ids(self, stop_token_ids: Sequence[int] | None = None) -> set[int]:
-        """The given stop tokens, or else those of the target's own generation config."""
-        if stop_token_ids is None:
-            stop_token_ids = self.target.eos_token_ids
-        return set(stop_token_ids)
-
-    @torch.inference_mode()
-    def rounds(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        max_new_tokens: int = 256,
-        stop_token_ids: Sequence[int] | None = None,
-        stats: Statistics | None = None,
-    ) -> Iterator[Round]:
-        """The loop itself, one yield a round; the first yield is the prefill's token and has an empty path.
+    def generate(self, prompt: Any, params: Any = None, *, max_batch_size: int = 16, **options: Any) -> Any:
+        """Decode a prompt to the end (a :class:`Generation`), or a list of prompts together (a list of them).
 
         Args:
-            prompt_ids: at least one token, fewer than the target's context holds.
-            max_new_tokens: exact limit, lowered to what the context still holds.
-            stop_token_ids: decoding ends with the first of them; None means the target's own, empty means none.
-            stats: filled in while decoding.
+            prompt: text, chat messages or token ids; or a list of such prompts, which gives a list of results.
+            params: :class:`SamplingParams`, or a list of them, one a prompt; ``options`` are laid over them.
+            max_batch_size: most requests decoded at once. With the longest request's tokens it bounds the memory: the
+                caches hold ``max_batch_size`` times that many rows. Further requests wait for a place.
+            options: fields of :class:`SamplingParams`, and ``system`` and ``raw`` of ``encode_prompt``.
         """
-        limit = self._limit(prompt_ids, max_new_tokens)
-        stats, stop_ids = stats or Statistics(), self.stop_ids(stop_token_ids)
-        target, drafter, settings = self.target, self.drafter, self.settings
-        speculative = settings.method != "ar"
-        clock = StageClock(target.device)
-        began = time.perf_counter()
+        if max_batch_size < 1:
+            raise UsageError(f"max_batch_size is {max_batch_size}; it must be at least 1")
+        if not is_batch(prompt):
+            requests = [self.request(prompt, params, **options)]
+        else:
+            given = list(params) if isinstance(params, Sequence) else [params] * len(prompt)
+            if len(given) != len(prompt):
+                raise UsageError(f"{len(prompt)} prompts were given but {len(given)} params; give one for each, or one for all")
+            requests = [self.request(p, q, **options) for p, q in zip(prompt, given, strict=True)]
+        for _ in self.decode(requests, max_batch_size=max_batch_size):
+            pass
+        results = [self.result(request) for request in requests]
+        return results if is_batch(prompt) else results[0]
 
-        # A last round may verify a whole budget behind the last token that counts.
-        cache = target.new_cache(1, len(prompt_ids) + limit + settings.budget)
-        context = drafter.new_cache(1, len(prompt_ids) + limit) if speculative and drafter else None
-        logits, features = target.prefill(cache, torch.tensor([list(prompt_ids)], device=target.device))
-        anchor = logits.argmax(-1)
-        committed = anchor.tolist()
-        produced = 1
-        stats.time_to_first_token_ms, stats.new_tokens = 1e3 * (time.perf_counter() - began), 1
-        yield Round(root_only(anchor), [], committed)
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+    ) -> Iterator[tuple[Generation, Round | None]]:
+        """Like :meth:`generate` for one prompt, but yields the growing result after prefill (with no round) and after every
+        round. A caller that stops reading ends the request.
+        """
+        request = self.request(prompt, params, **options)
+        return ((self.result(request), done if done.path else None) for _, done in self.decode([request]))
 
-        while produced < limit and committed[-1] not in stop_ids:
-            round_began = time.perf_counter()  # what the caller does between rounds is not ours to count
-            if speculative:
-                assert drafter is not None
-                assert context is not None
-                with clock("draft"):
-                    drafter.extend(context, features)
-                    hidden, base_logits = drafter.draft_block(context, anchor)
-                with clock("tree"):
-                    tree = settings.grow(drafter, hidden, base_logits, anchor)
-                    mask = tree.ancestor_mask(drafter.block_size)
-            else:
-                tree = root_only(anchor)
-                mask = torch.ones(1, 1, 1, dtype=torch.bool, device=target.device)
-            with clock("verify"):
-                logits, node_features = target.verify(cache, tree.token_ids, tree.depths, mask)
-                path, lengths, bonus = greedy_walk(tree, mask, logits.argmax(-1))
-                tokens = torch.cat([tree.token_ids.gather(1, path)[:, 1:], bonus[:, None]], dim=1)
-                # The one wait of a round: which path was accepted.
-                length, *row = torch.cat([lengths[:, None], path, tokens], dim=1)[0].tolist()
-            accepted, drafted = row[: tree.nodes][:length], row[tree.nodes :]
-            committed = cut_after_stop([*drafted[: length - 1], drafted[-1]], stop_ids)
-            stats.acceptance_lengths.append(len(committed))
-            stats.nodes.append(tree.nodes)
-            committed = committed[: limit - produced]
-            produced += len(committed)
-            with clock("commit"):
-                # All committed tokens but the last have their rows in the cache; the last is the next anchor.
-                kept = path[:, : len(committed)]
-                target.commit(cache, kept, torch.tensor([kept.shape[1]]))
-                features = node_features.gather(1, kept[..., None].expand(-1, -1, node_features.shape[-1]))
-                anchor = bonus
-            stats.new_tokens = produced
-            stats.seconds += time.perf_counter() - round_began
-            yield Round(tree, accepted, committed)
-        stats.total_stage_ms = clock.total_ms()
+    def chat(self, *, system: str | None = None, max_length: int = 4096) -> Conversation:
+        """A conversation that keeps its caches between turns."""
+        return Conversation(self, system=system, max_length=max_length)
 
-    def _limit(self, prompt_ids: Sequence[int], max_new_tokens: int) -> int:
+    def request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        system: str | None = None,
+        raw: bool = False,
+        **options: Any,
+    ) -> Request:
+        """A request for :meth:`decode`, with everything checked that can be checked before decoding.
+
+        Raises:
+            UsageError: the prompt is empty, too long or outside the vocabulary, or a parameter cannot be used.
+        """
+        params = SamplingParams.from_options(options) if params is None else replace(params, **options)
+        prompt_ids = encode_prompt(self.tokenizer, prompt, system=system, raw=raw)
         context, vocab_size = self.target.max_length, self.target.vocab_size
-        if not prompt_ids:
-            raise UsageError("the prompt is empty; give at least one token")
-        if max_new_tokens < 1:
-            raise UsageError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
         if len(prompt_ids) >= context:
             raise UsageError(f"the prompt has {len(prompt_ids)} tokens but the target's context holds {context}; shorten it")
-        outside = next((token for token in prompt_ids if not 0 <= token < vocab_size), None)
-        if outside is not None:
-            raise UsageError(f"the prompt has token id {outside}, outside the target's vocabulary of {vocab_size}")
-        return min(max_new_tokens, context - len(prompt_ids))
+        for name, token_ids in (("prompt", prompt_ids), ("logit_bias", params.logit_bias or {})):
+            outside = next((token for token in token_ids if not 0 <= token < vocab_size), None)
+            if outside is not None:
+                raise UsageError(f"{name} has token id {outside}, outside the target's vocabulary of {vocab_size}")
+        if params.stop_strings and self.tokenizer is None:
+            raise UsageError("stop strings need a tokenizer, which this target has not; use stop_token_ids")
+        stop_ids = self.target.eos_token_ids if params.stop_token_ids is None else params.stop_token_ids
+        limit = min(params.max_new_tokens, context - len(prompt_ids))
+        return Request(prompt_ids, params, limit=limit, stop_ids=stop_ids, tokenizer=self.tokenizer, device=self.target.device)
+
+    def result(self, request: Request) -> Generation:
+        """What a request has come to."""
+        return Generation(
+            list(request.token_ids),
+            request.ready_text,
+            len(request.prompt_ids),
+            self.settings.method,
+            request.finish_reason,
+            request.stats,
+        )
+
+    # --- the loop ---------------------------------------------------------------------------------------------------
+
+    def new_batch(self, rows: int, length: int) -> Batch:
+        """Caches for ``rows`` requests of at most ``length`` tokens."""
+        return Batch(self.target, self._speculating_drafter, rows=rows, length=length, room=self.settings.budget)
+
+    @torch.inference_mode()
+    def decode(
+        self, requests: Sequence[Request], *, max_batch_size: int = 16, batch: Batch | None = None
+    ) -> Iterator[tuple[Request, Round]]:
+        """Decode requests together, yielding each one's rounds as they come; the first is its prefill, with an empty path.
+
+        Requests that find no place wait until another one ends. A ``batch`` of the caller's keeps what it holds, so that a
+        prompt that begins like the last one there is not read again.
+        """
+        reuse = batch is not None
+        if batch is None:
+            longest = max(len(request.prompt_ids) + request.limit for request in requests)
+            batch = self.new_batch(min(max_batch_size, len(requests)), longest)
+        waiting, clock, began = deque(requests), StageClock(self.target.device), time.perf_counter()
+        stages_before: dict[int, dict[str, float]] = {}
+        while waiting or batch.running:
+            while waiting and batch.has_room:
+                request = waiting.popleft()
+                prefilled = self._prefill(request, batch, reuse=reuse)
+                request.stats.time_to_first_token_ms = 1e3 * (time.perf_counter() - began)
+                stages_before[id(request)] = clock.total_ms()
+                batch.retire_finished()
+                yield request, prefilled
+            if batch.running:
+                # What the caller does between rounds is not ours to count.
+                round_began = time.perf_counter()
+                running, rounds = list(batch.running), self._round(batch, clock)
+                seconds = time.perf_counter() - round_began
+                for request in running:
+                    request.stats.seconds += seconds
+                for request in batch.retire_finished():
+                    spent, before = clock.total_ms(), stages_before.pop(id(request))
+                    request.stats.total_stage_ms = {stage: spent[stage] - before[stage] for stage in STAGES}
+                yield from zip(running, rounds, strict=True)
+
+    def _prefill(self, request: Request, batch: Batch, *, reuse: bool) -> Round:
+        """Read a prompt into the caches and take the target's first token."""
+        cache, context, unread = batch.admit(request, reuse=reuse)
+        token_ids = torch.tensor([unread], device=self.target.device)
+        logits, features = self.target.prefill(cache, token_ids)
+        if context is not None:
+            cast(DSparkDrafter, self.drafter).extend(context, features)
+        last = root_only(token_ids[0, -1:])
+        first = request.choose_first(last, logits)
+        batch.anchors[-1] = first
+        return Round(last, [], request.commit([first]))
+
+    def _round(self, batch: Batch, clock: StageClock) -> list[Round]:
+        """Draft a block, grow a tree, verify it in one forward, commit the accepted path; for all running requests."""
+        target, drafter, cache, context, anchors = self.target, self.drafter, batch.cache, batch.context, batch.anchors
+        if context is None or drafter is None:
+            tree = root_only(anchors)
+            mask = torch.ones(len(anchors), 1, 1, dtype=torch.bool, device=target.device)
+        else:
+            with clock("draft"):
+                hidden, base_logits = drafter.draft_block(context, anchors)
+            with clock("tree"):
+                tree = self.settings.grow(drafter, hidden, base_logits, anchors, batch.reshape())
+                mask = tree.ancestor_mask(drafter.block_size)
+        with clock("verify"):
+            logits, features = target.verify(cache, tree.token_ids, tree.depths, mask)
+            path, lengths, bonus = walk(tree, mask, batch.choose(tree, mask, logits))
+            tokens = tree.token_ids.gather(1, path)
+            # The one wait of a round: which paths were accepted.
+            outcome = torch.cat([lengths[:, None], bonus[:, None], path, tokens], dim=1).tolist()
+        rounds, counts = [], []
+        for row, (request, (length, last, *both)) in enumerate(zip(batch.running, outcome, strict=True)):
+            accepted, drafted = both[:length], both[tree.nodes + 1 :][: length - 1]
+            committed = request.commit([*drafted, last])
+            request.stats.nodes.append(tree.nodes)
+            rounds.append(Round(tree.row(row), accepted, committed))
+            counts.append(len(committed))
+        with clock("commit"):
+            # All committed tokens but the last have their rows in the cache; the last is the next anchor.
+            kept = path[:, : max(counts)]
+            target.commit(cache, kept, torch.tensor(counts))
+            batch.anchors.copy_(bonus)
+        if context is not None and drafter is not None:
+            with clock("draft"):
+                committed_features = features.gather(1, kept[..., None].expand(-1, -1, features.shape[-1]))
+                drafter.extend(context, committed_features, torch.tensor(counts))
+        return rounds
+
+
+def is_batch(prompt: Any) -> bool:
+    """Whether this is a list of prompts rather than one prompt."""
+    return not isinstance(prompt, str) and len(prompt) > 0 and not isinstance(prompt[0], (int, Mapping))
 
 
 def root_only(anchors: Tensor) -> DraftTree:
     """The tree [R, 1] that drafts nothing: verifying it is plain autoregressive decoding."""
     token_ids = anchors[:, None]
     return DraftTree(token_ids, torch.zeros_like(token_ids), torch.zeros_like(token_ids), torch.zeros(token_ids.shape))
-
-
-def cut_after_stop(token_ids: list[int], stop_ids: set[int]) -> list[int]:
-    """The tokens up to and with the first stop token."""
-    for index, token in enumerate(token_ids):
-        if token in stop_ids:
-            return token_ids[: index + 1]
-    return token_ids

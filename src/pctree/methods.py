@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pctree.drafters import DSparkDrafter
 from pctree.errors import UsageError
-from pctree.scorers import BaseScorer, MarkovScorer, SharedMarkovScorer
+from pctree.scorers import BaseScorer, MarkovScorer, Reshape, SharedMarkovScorer
 from pctree.tree import DraftTree, Scorer, grow_tree
 
 FRONTIERS = ("capped", "exact")
@@ -17,28 +17,29 @@ FRONTIERS = ("capped", "exact")
 
 @dataclass(frozen=True)
 class Method:
-    """One row of the table; ``scorer`` gets base logits [R, B, V], hidden states [R, B, H], the drafter and the anchors."""
+    """One row of the table; ``scorer`` gets base logits [R, B, V], hidden states [R, B, H], the drafter, the anchors
+    [R], and how the logits are reshaped."""
 
     name: str
     summary: str
-    scorer: Callable[[Tensor, Tensor, DSparkDrafter, Tensor], Scorer] | None
+    scorer: Callable[[Tensor, Tensor, DSparkDrafter, Tensor, Reshape | None], Scorer] | None
     chain: bool = False
     always_exact: bool = False
     needs_head: bool = False
 
 
-def _base(logits: Tensor, hidden: Tensor, drafter: DSparkDrafter, anchors: Tensor) -> Scorer:
-    return BaseScorer(logits)
+def _base(logits: Tensor, hidden: Tensor, drafter: DSparkDrafter, anchors: Tensor, reshape: Reshape | None) -> Scorer:
+    return BaseScorer(logits, reshape)
 
 
-def _markov(logits: Tensor, hidden: Tensor, drafter: DSparkDrafter, anchors: Tensor) -> Scorer:
+def _markov(logits: Tensor, hidden: Tensor, drafter: DSparkDrafter, anchors: Tensor, reshape: Reshape | None) -> Scorer:
     assert drafter.markov_head is not None
-    return MarkovScorer(logits, hidden, drafter.markov_head)
+    return MarkovScorer(logits, hidden, drafter.markov_head, reshape)
 
 
-def _shared(logits: Tensor, hidden: Tensor, drafter: DSparkDrafter, anchors: Tensor) -> Scorer:
+def _shared(logits: Tensor, hidden: Tensor, drafter: DSparkDrafter, anchors: Tensor, reshape: Reshape | None) -> Scorer:
     assert drafter.markov_head is not None
-    return SharedMarkovScorer(logits, hidden, drafter.markov_head, anchors)
+    return SharedMarkovScorer(logits, hidden, drafter.markov_head, anchors, reshape)
 
 
 METHODS = {
@@ -86,12 +87,14 @@ class DraftSettings:
         if METHODS[self.method].needs_head and drafter.markov_head is None:
             raise UsageError(f"method {self.method} needs a Markov head, which this drafter lacks; use dflash or ddtree")
 
-    def grow(self, drafter: DSparkDrafter, hidden: Tensor, logits: Tensor, anchors: Tensor) -> DraftTree:
+    def grow(
+        self, drafter: DSparkDrafter, hidden: Tensor, logits: Tensor, anchors: Tensor, reshape: Reshape | None = None
+    ) -> DraftTree:
         """The tree that one backbone forward gives under these settings."""
         method = METHODS[self.method]
         assert method.scorer is not None
         return grow_tree(
-            method.scorer(logits, hidden, drafter, anchors),
+            method.scorer(logits, hidden, drafter, anchors, reshape),
             anchors,
             top_k=1 if method.chain else self.top_k,
             budget=min(self.budget, drafter.block_size + 1) if method.chain else self.budget,

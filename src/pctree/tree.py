@@ -33,6 +33,11 @@ class DraftTree:
     def nodes(self) -> int:
         return self.token_ids.shape[1]
 
+    def row(self, request: int) -> DraftTree:
+        """The tree of one request, with R = 1."""
+        part = slice(request, request + 1)
+        return DraftTree(self.token_ids[part], self.parents[part], self.depths[part], self.log_probs[part])
+
     def ancestor_mask(self, depth: int) -> Tensor:
         """Bool [R, N, N], true where the column is the row itself or an ancestor of it; ``depth`` bounds all depths."""
         requests, nodes = self.parents.shape

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from rich.text import Text
 from rich.tree import Tree
 
-from pctree.decoder import Round
+from pctree.results import Round
 
 ACCEPTED, BONUS = "bold green", "bold yellow"
 

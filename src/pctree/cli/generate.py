@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from pctree.cli.common import DEVICE, DRAFTER, DTYPE, TARGET, err, out
+from pctree.cli.common import DEVICE, DRAFTER, DTYPE, TARGET, err, given, out
 from pctree.errors import UsageError
 
 if TYPE_CHECKING:
-    from pctree.decoder import Generation
+    from pctree.results import Generation
 
 
 def command(
@@ -30,6 +30,16 @@ def command(
     system: str = typer.Option(None, help="A system message."),
     raw: bool = typer.Option(False, "--raw", help="Continue the text as it is, without the chat template."),
     max_new_tokens: int = typer.Option(256, help="Most tokens to write."),
+    min_new_tokens: int = typer.Option(None, help="No stop token before so many."),
+    stop: list[str] = typer.Option(None, help="End where the text first contains this; may be given several times."),
+    temperature: float = typer.Option(None, help="0 is greedy, the default; else the temperature to sample at."),
+    sample_top_k: int = typer.Option(None, help="Sample among the so many likeliest tokens. (--top-k is the tree's.)"),
+    top_p: float = typer.Option(None, help="Sample among the likeliest tokens with this much probability together."),
+    min_p: float = typer.Option(None, help="Sample among tokens with this share of the likeliest one's probability."),
+    repetition_penalty: float = typer.Option(None, help="Penalty on tokens of prompt and output; 1 is none."),
+    presence_penalty: float = typer.Option(None, help="Subtracted from the logits of tokens in the output."),
+    frequency_penalty: float = typer.Option(None, help="Subtracted for every time a token is in the output."),
+    seed: int = typer.Option(None, help="Makes sampling reproducible."),
     dtype: str = DTYPE,
     device: str = DEVICE,
     stream: bool = typer.Option(False, "--stream", help="Print the text as it comes."),
@@ -47,12 +57,16 @@ def command(
     if isinstance(text, list) and (system is not None or raw):
         raise UsageError("--prompt-ids are used as they are; drop --system and --raw")
 
-    from pctree import SpeculativeDecoder
+    from pctree import SamplingParams, SpeculativeDecoder
 
+    options: dict[str, Any] = given(
+        max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, stop=stop or None, temperature=temperature,
+        sample_top_k=sample_top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, seed=seed)  # fmt: skip
+    SamplingParams.from_options(options)  # refuse what cannot be used before anything is loaded
     decoder = SpeculativeDecoder.from_pretrained(
         target, drafter, method=method, top_k=top_k, budget=budget, frontier=frontier, dtype=dtype, device=device
     )
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens}
     if isinstance(text, list):
         decoder.tokenizer = None  # ids in, ids out
     else:

@@ -149,8 +149,10 @@ class DSparkDrafter(nn.Module):
         return self.hidden_norm(self.fc(features))
 
     @torch.inference_mode()
-    def extend(self, cache: KVCache, features: Tensor) -> None:
-        """Commit the features [R, n, m·H] of n newly committed tokens per request to the context."""
+    def extend(self, cache: KVCache, features: Tensor, counts: Tensor | None = None) -> None:
+        """Commit the features [R, n, m·H] of newly committed tokens to the context; ``counts`` [R], where given, says how
+        many of the n count for each request (the rows behind them are overwritten by what comes next).
+        """
         rows = features.shape[1]
         context = self.context(features)
         slots = cache.slots(rows).to(features.device)
@@ -158,7 +160,7 @@ class DSparkDrafter(nn.Module):
         for layer, block in enumerate(self.layers):
             keys, values = block.self_attn.keys_values(context, rotary)
             cache.write(layer, slots, keys, values, span=0)
-        cache.advance(rows)
+        cache.advance(rows if counts is None else counts)
 
     @torch.inference_mode()
     def draft_block(self, cache: KVCache, anchors: Tensor) -> tuple[Tensor, Tensor]:

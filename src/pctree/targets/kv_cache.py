@@ -55,6 +55,21 @@ class KVCache:
             cache.view(-1, head_dim).index_copy_(0, flat, rows.reshape(-1, head_dim))
         return self.keys[layer, :, :, :span], self.values[layer, :, :, :span]
 
+    def narrow(self, start: int, count: int) -> KVCache:
+        """A view of ``count`` requests from ``start`` on; what it commits is committed here."""
+        view = object.__new__(KVCache)
+        view.keys, view.values = self.keys[:, start : start + count], self.values[:, start : start + count]
+        view.lengths, view.max_length = self.lengths[start : start + count], self.max_length
+        return view
+
+    def move(self, source: int, target: int) -> None:
+        """Let request ``source`` take the place of ``target``."""
+        if source != target:
+            length = int(self.lengths[source])
+            for cache in (self.keys, self.values):
+                cache[:, target, :, :length] = cache[:, source, :, :length]
+            self.lengths[target] = length
+
     def advance(self, rows: int | Tensor) -> None:
         """Commit the first ``rows`` provisional rows (of all requests, or [R] each) where they stand."""
         self.lengths += rows

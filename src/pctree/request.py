@@ -1,0 +1,135 @@
+"""A request in flight: what it has produced, where it must stop, and the text so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pctree.params import SamplingParams
+from pctree.processing import Processors, choose
+from pctree.scorers import Reshape
+from pctree.stats import Statistics
+from pctree.tree import DraftTree
+
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer gives for a character whose last bytes have not come yet
+
+
+class Request:
+    """One prompt on its way through the decoder.
+
+    Args:
+        prompt_ids: at least one token.
+        limit: most new tokens, no more than the context holds.
+        stop_ids: tokens that end it.
+    """
+
+    def __init__(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        limit: int,
+        stop_ids: Sequence[int],
+        tokenizer: Any = None,
+        device: torch.device | str = "cpu",
+    ):
+        self.prompt_ids, self.params, self.limit, self.stop_ids = list(prompt_ids), params, limit, set(stop_ids)
+        self.tokenizer, self.device = tokenizer, torch.device(device)
+        self.token_ids: list[int] = []
+        self.text: str | None = None if tokenizer is None else ""
+        self.finish_reason: str | None = None
+        self.stats = Statistics()
+        self.processors = Processors(params, len(self.prompt_ids), list(self.stop_ids), self.device)
+        self.generator: torch.Generator | None = None
+        if params.temperature:
+            self.generator = torch.Generator()
+            if params.seed is None:
+                self.generator.seed()
+            else:
+                self.generator.manual_seed(params.seed)
+
+    # --- what the target says ---------------------------------------------------------------------------------------
+
+    def history(self) -> Tensor:
+        """Committed tokens [L] before the next root."""
+        return torch.tensor([*self.prompt_ids, *self.token_ids][:-1], dtype=torch.long, device=self.device)
+
+    def choose(self, tree: DraftTree, row: int, ancestor_mask: Tensor, logits: Tensor) -> Tensor:
+        """The target's token [N] after each node of this request's row of the tree; ``logits`` [N, V]."""
+        if self.processors:
+            logits = self.processors(self.history(), tree.token_ids[row], tree.depths[row], ancestor_mask[row], logits)
+        return choose(logits, self.params, self.generator)
+
+    def choose_first(self, root: DraftTree, logits: Tensor) -> int:
+        """The target's token after the prompt, whose last token is ``root`` and has ``logits`` [1, V]."""
+        sees_itself = torch.ones(1, 1, 1, dtype=torch.bool, device=self.device)
+        return int(self.choose(root, 0, sees_itself, logits))
+
+    def reshape(self) -> Reshape | None:
+        """How the drafter's logits are reshaped for the next round; the root is part of the past by then."""
+        history = torch.tensor([*self.prompt_ids, *self.token_ids], dtype=torch.long, device=self.device)
+        return self.processors.reshape(history)
+
+    # --- what is committed ------------------------------------------------------------------------------------------
+
+    def commit(self, token_ids: Sequence[int]) -> list[int]:
+        """Take the tokens of a round up to the first stop or the limit; returns those taken.
+
+        Counts as the round's acceptance length what a stop leaves of it; the length limit does not cut that count.
+        """
+        offered = cut_after_stop(list(token_ids), self.stop_ids)
+        counted, before = len(offered), len(self.token_ids)
+        for index, token in enumerate(offered):
+            self.token_ids.append(token)
+            if token in self.stop_ids:
+                self.finish_reason = "stop"
+            elif self._reached_stop_string():
+                self.finish_reason, counted = "stop", index + 1
+            elif len(self.token_ids) == self.limit:
+                self.finish_reason = "length"
+            if self.finish_reason is not None:
+                break
+        if self.tokenizer is not None and not self.params.stop_strings:
+            self.text = self._decode(self.token_ids)
+        if self.stats.new_tokens:
+            self.stats.acceptance_lengths.append(counted)
+        self.stats.new_tokens = len(self.token_ids)
+        return self.token_ids[before:]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def _reached_stop_string(self) -> bool:
+        """Whether the text now contains a stop string; cuts the text before the first one."""
+        strings = self.params.stop_strings
+        if not strings:
+            return False
+        self.text = self._decode(self.token_ids)
+        found = [at for string in strings if (at := self.text.find(string)) >= 0]
+        if not found:
+            return False
+        self.text = self.text[: min(found)]
+        return True
+
+    @property
+    def ready_text(self) -> str | None:
+        """The text that can be shown: no half character, and nothing that may yet turn out to begin a stop string."""
+        if self.text is None or self.finish_reason is not None:
+            return self.text
+        text = self.text.rstrip(UNFINISHED)
+        held = 0
+        for string in self.params.stop_strings:
+            longest = next((n for n in range(min(len(string) - 1, len(text)), 0, -1) if text.endswith(string[:n])), 0)
+            held = max(held, longest)
+        return text[: len(text) - held]
+
+
+def cut_after_stop(token_ids: list[int], stop_ids: set[int]) -> list[int]:
+    """The tokens up to and with the first stop token."""
+    for index, token in enumerate(token_ids):
+        if token in stop_ids:
+            return token_ids[: index + 1]
+    return token_ids
