@@ -287,3 +287,59 @@ def test_ctrl_c_leaves_files_from_which_synth_and_train_resume(run, pair, tmp_pa
     step = torch.load(output / "checkpoint.pt", weights_only=True)["step"]
     assert step >= 20  # the first line of the log
     assert not (output / "drafter").exists()
+
+
+def test_sampling_flags(run, pair):
+    one = run(*generate(pair, "--prompt", "Hello", "--json", "--temperature", "1", "--seed", "3", "--top-p", "0.9"))
+    two = run(*generate(pair, "--prompt", "Hello", "--json", "--temperature", "1", "--seed", "3", "--top-p", "0.9"))
+    assert one[0] == 0
+    assert json.loads(one[1])["token_ids"] == json.loads(two[1])["token_ids"]
+    text = json.loads(run(*generate(pair, "--prompt", "Hello", "--json"))[1])["text"]
+    stopped = json.loads(run(*generate(pair, "--prompt", "Hello", "--json", "--stop", text[4:6]))[1])
+    assert stopped["text"] == text[: text.index(text[4:6])]
+    for flags, message in (
+        (("--temperature", "-1"), "temperature is -1"),
+        (("--top-p", "0.5"), "top_p is 0.5 but temperature is 0"),
+        (("--stop", ""), "stop is"),
+    ):
+        code, out, err = run(*generate(pair, "--prompt", "Hello", *flags))
+        assert (code, out) == (2, "")
+        assert message in err
+
+
+def test_audit_and_its_exit_code(run, pair, monkeypatch, tmp_path):
+    arguments = ["audit", "--target", pair["target"], "--drafter", pair["drafter"], "--dtype", "float32",
+                 "--max-new-tokens", "10"]  # fmt: skip
+    code, out, _ = run(*arguments, "--json")
+    assert code == 0
+    assert json.loads(out)["methods"][1]["flips"] == []
+    code, out, _ = run(*arguments)
+    assert code == 0
+    assert "Nothing that rounding does not explain" in out
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Hello\n")
+    sampling = run(*arguments, "--prompts", str(prompts), "--temperature", "1.0", "--draws", "200", "--json")
+    assert sampling[0] == 0
+    assert json.loads(sampling[1])["prompts"][0]["draws"] == 200
+    from pctree.batch import Batch
+
+    def cheat(self, tree, ancestor_mask, logits):
+        return logits.argmin(-1) if tree.nodes > 1 else logits.argmax(-1)  # plain decoding stays honest
+
+    monkeypatch.setattr(Batch, "choose", cheat)
+    code, out, _ = run(*arguments)
+    assert code == 1
+    assert "does NOT explain" in out
+    assert "first flip of each prompt" in out
+
+
+def test_chat_streams_undoes_and_starts_over(run, pair, monkeypatch):
+    said = iter(["Hi", "/undo", "Hi", "/new", "Hi", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(said))
+    arguments = ["chat", "--target", pair["target"], "--drafter", pair["drafter"], "--dtype", "float32",
+                 "--max-new-tokens", "8", "--max-length", "150"]  # fmt: skip
+    code, out, err = run(*arguments)
+    assert code == 0, err
+    assert err.count("tokens a round") == 3
+    assert len(out) % 3 == 0
+    assert out == out[: len(out) // 3] * 3  # three times the same answer
