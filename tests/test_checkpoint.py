@@ -236,7 +236,7 @@ def test_wrong_shape(folder, name):
 @pytest.mark.parametrize(
     ("architectures", "words"),
     [
-        (["DFlashDraftModel"], ["DFlashDraftModel", "z-lab", "not supported yet"]),
+        (["DFlashDraftModel"], ["DFlashDraftModel", "lacks target_layer_ids, mask_token_id"]),
         (["Qwen3Eagle3Model"], ["Qwen3Eagle3Model", "EAGLE-3", "not supported yet"]),
         (["Qwen3ForCausalLM"], ["Qwen3ForCausalLM"]),  # a target where a drafter belongs
         ([], ["none"]),

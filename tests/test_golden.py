@@ -161,7 +161,46 @@ def test_bfloat16_differs_only_at_near_ties(golden):
             assert (logits[tree[parted]] - logits[plain[parted]]).abs() < 0.25
 
 
-@pytest.mark.parametrize("name", ["dflash_zlab_b8", "eagle3_ttt7"])
+@pytest.mark.parametrize("name", ["eagle3_ttt7"])
 def test_other_layouts_are_named_in_the_refusal(golden, name):
     with pytest.raises(CheckpointError, match="not supported yet"):
         load_drafter(golden / name)
+
+
+# --- z-lab's DFlash layout, with DDTree's official trees
+
+
+@pytest.fixture(scope="module")
+def zlab(golden):
+    expected = json.loads((golden / "dflash_zlab_b8.expected.json").read_text())["cases"]
+    reader = SpeculativeDecoder.from_pretrained(
+        str(golden / "target"), str(golden / "dflash_zlab_b8"), method="dflash", dtype="float32", device="cpu"
+    )
+    return reader, expected
+
+
+def test_mask_filling_chain_equals_the_official_one(zlab):
+    reader, cases = zlab
+    assert reader.drafter.config.draft_length == 7
+    for case in cases:
+        result = reader.generate(case["prompt_ids"], max_new_tokens=97)
+        assert result.stats.acceptance_lengths == case["chain_acceptance_lengths"]
+        assert [*case["prompt_ids"], *result.token_ids[:96]] == case["greedy_ids"]
+
+
+@pytest.mark.parametrize("budget", [8, 16, 32, 64])
+def test_ddtree_grows_the_official_trees(zlab, budget):
+    """The first tree node for node, and every round's acceptance length. DDTree lists nodes as its heap pops them, which is
+    our order, by path probability; its tree leaves the root out.
+    """
+    reader, cases = zlab
+    reader = reader.with_settings(method="ddtree", budget=budget)
+    for case in cases:
+        expected = case[f"ddtree_{budget}"]
+        rounds = [done for _, done in reader.decode([reader.request(case["prompt_ids"], max_new_tokens=97)])]
+        first = rounds[1].tree
+        assert first.token_ids[0, 1:].tolist() == expected["first_tree"]["node_token_ids"]
+        assert first.depths[0, 1:].tolist() == expected["first_tree"]["node_depths"]
+        assert first.parents[0, 1:].tolist() == expected["first_tree"]["parents"][1:]
+        result = reader.generate(case["prompt_ids"], max_new_tokens=97)
+        assert result.stats.acceptance_lengths == expected["acceptance_lengths"]

@@ -228,7 +228,7 @@ class SpeculativeDecoder:
                 hidden, base_logits = drafter.draft_block(context, anchors)
             with clock("tree"):
                 tree = self.settings.grow(drafter, hidden, base_logits, anchors, batch.reshape())
-                mask = tree.ancestor_mask(drafter.block_size)
+                mask = tree.ancestor_mask(drafter.config.draft_length)
         with clock("verify"):
             logits, features = target.verify(cache, tree.token_ids, tree.depths, mask)
             path, lengths, bonus = walk(tree, mask, batch.choose(tree, mask, logits))

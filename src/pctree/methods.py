@@ -97,6 +97,6 @@ class DraftSettings:
             method.scorer(logits, hidden, drafter, anchors, reshape),
             anchors,
             top_k=1 if method.chain else self.top_k,
-            budget=min(self.budget, drafter.block_size + 1) if method.chain else self.budget,
+            budget=min(self.budget, drafter.config.draft_length + 1) if method.chain else self.budget,
             exact=not method.chain and (method.always_exact or self.frontier == "exact"),
         )

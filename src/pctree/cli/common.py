@@ -19,7 +19,7 @@ out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
 TARGET = typer.Option("smollm2", help="Target model: a folder, a hub name, or smollm2 (the pair that comes with pctree).")
-DRAFTER = typer.Option("smollm2", help="Drafter: a folder or hub name in DeepSpec's layout, or smollm2.")
+DRAFTER = typer.Option("smollm2", help="Drafter: a folder or hub name (DSpark or DFlash), or smollm2.")
 DTYPE = typer.Option("auto", help="auto (bfloat16), bfloat16, float16 or float32. Only float32 is exact to the last bit.")
 DEVICE = typer.Option("auto", help="auto (CUDA where there is one), cpu, cuda or cuda:N.")
 

@@ -12,7 +12,7 @@ from pctree.cli.common import out
 
 
 def command(
-    path: str = typer.Argument(help="A drafter: a folder or hub name in DeepSpec's layout, or smollm2."),
+    path: str = typer.Argument(help="A drafter: a folder or hub name (DSpark or DFlash), or smollm2."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Say what a drafter checkpoint is: block size, head, layers it reads, size, and the methods it can run."""
@@ -52,9 +52,10 @@ def describe(path: Path) -> dict[str, Any]:
     shared = sum(n for name, n in parameters.items() if name.split(".")[0] in ("embed_tokens", "lm_head"))
     return {
         "path": str(path),
-        "layout": "DeepSpec",
+        "layout": config.layout,
         "method": config.method,
         "block_size": config.block_size,
+        "drafted_tokens": config.draft_length,
         "markov_head": config.markov_head_type if config.markov_rank else None,
         "markov_rank": config.markov_rank,
         "confidence_head": config.enable_confidence_head,
@@ -80,8 +81,9 @@ def sentence(facts: dict[str, Any]) -> str:
     confidence = "a confidence head" if facts["confidence_head"] else "no confidence head"
     name = {"dspark": "DSpark", "dflash": "DFlash"}[facts["method"]]
     frozen = "its own" if facts["own_output_head"] else "the target's"
+    layers = ", ".join(map(str, facts["target_layer_ids"]))
     return (
-        f"A {name} drafter: blocks of {facts['block_size']} tokens from {facts['layers']} layers of width "
-        f"{facts['hidden_size']}, {head}, {confidence}; it reads layers {', '.join(map(str, facts['target_layer_ids']))} of a "
-        f"target of {facts['target_layers']} layers and {facts['vocabulary']:,} tokens, and uses {frozen} output head."
+        f"A {name} drafter ({facts['layout']} layout): {facts['drafted_tokens']} tokens a block from {facts['layers']} layers "
+        f"of width {facts['hidden_size']}, {head}, {confidence}; it reads layers {layers} of a target of "
+        f"{facts['target_layers']} layers and {facts['vocabulary']:,} tokens, and uses {frozen} output head."
     )

@@ -1,9 +1,8 @@
-"""Reading and writing drafter checkpoints in the DeepSpec layout (``Qwen3DSparkModel``)."""
+"""Reading drafter checkpoints in all layouts, and writing them in DeepSpec's."""
 
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +10,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import Qwen3Config
 
 from pctree.drafters.dspark import DrafterConfig, DSparkDrafter
-from pctree.drafters.heads import MARKOV_HEADS
+from pctree.drafters.layouts import DEEPSPEC_KEYS, parse_config
 from pctree.errors import CheckpointError
 
-ARCHITECTURE = "Qwen3DSparkModel"
-OTHER_ARCHITECTURES = {
-    "DFlashDraftModel": "z-lab's DFlash layout",
-    "Qwen3Eagle3Model": "DeepSpec's EAGLE-3 layout",
-}
 SHARED = ("embed_tokens", "lm_head")
-_EXTRA = (
-    "block_size",
-    "num_target_layers",
-    "target_layer_ids",
-    "mask_token_id",
-    "markov_rank",
-    "markov_head_type",
-    "enable_confidence_head",
-    "confidence_head_with_markov",
-)
 
 
 def read_json_config(path: Path) -> dict[str, Any]:
@@ -52,75 +35,12 @@ def read_json_config(path: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> DrafterConfig:
-    """The configuration of a drafter in the DeepSpec layout.
+    """The configuration of a drafter.
 
     Raises:
         CheckpointError: the folder, the file or a key is missing, or a value is out of range; the message names it.
     """
-    raw = read_json_config(path)
-    file = path / "config.json"
-    architectures = raw.get("architectures") or []
-    if not isinstance(architectures, list) or ARCHITECTURE not in architectures:
-        architectures = [str(name) for name in architectures] if isinstance(architectures, list) else [str(architectures)]
-        found = ", ".join(architectures) or "none"
-        known = [OTHER_ARCHITECTURES[name] for name in architectures if name in OTHER_ARCHITECTURES]
-        hint = f" ({known[0]}, which is not supported yet)" if known else ""
-        raise CheckpointError(f"{file}: architectures is {found}{hint}; a drafter has {ARCHITECTURE}")
-    missing = [key for key in ("block_size", "target_layer_ids", "mask_token_id", "num_target_layers") if key not in raw]
-    if missing:
-        raise CheckpointError(f"{file} lacks {', '.join(missing)}; a {ARCHITECTURE} names them all")
-    _check_types(raw, file)
-    backbone = Qwen3Config.from_dict({k: v for k, v in raw.items() if k not in _EXTRA})
-    config = DrafterConfig(
-        backbone=backbone,
-        block_size=raw["block_size"],
-        num_target_layers=raw["num_target_layers"],
-        target_layer_ids=list(raw["target_layer_ids"]),
-        mask_token_id=raw["mask_token_id"],
-        markov_rank=raw.get("markov_rank", 0),
-        markov_head_type=raw.get("markov_head_type", "vanilla"),
-        enable_confidence_head=raw.get("enable_confidence_head", False),
-        confidence_head_with_markov=raw.get("confidence_head_with_markov", False),
-    )
-    _check_config(config, file)
-    return config
-
-
-def _check_types(raw: dict[str, Any], file: Path) -> None:
-    def whole(value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool)
-
-    for key in ("block_size", "num_target_layers", "mask_token_id", "markov_rank"):
-        if key in raw and not whole(raw[key]):
-            raise CheckpointError(f"{file}: {key} is {raw[key]!r}; expected a whole number")
-    ids = raw["target_layer_ids"]
-    if not isinstance(ids, list) or not all(whole(layer) for layer in ids):
-        raise CheckpointError(f"{file}: target_layer_ids is {ids!r}; expected a list of whole numbers")
-
-
-def _check_config(config: DrafterConfig, file: Path) -> None:
-    def refuse(key: str, expected: str) -> None:
-        raise CheckpointError(f"{file}: {key} is {getattr(config, key)!r}; expected {expected}")
-
-    if config.block_size < 1:
-        refuse("block_size", "a whole number of at least 1")
-    ids = config.target_layer_ids
-    if not ids or any(b <= a for a, b in pairwise(ids)):
-        refuse("target_layer_ids", "strictly increasing layer ids")
-    if ids[0] < -1 or ids[-1] > config.num_target_layers - 2:
-        refuse(
-            "target_layer_ids",
-            f"ids from -1 (the embedding output) to {config.num_target_layers - 2}: of {config.num_target_layers} "
-            "layers the last is not allowed",
-        )
-    if not 0 <= config.mask_token_id < config.backbone.vocab_size:
-        refuse("mask_token_id", f"a token id below vocab_size {config.backbone.vocab_size}")
-    if config.markov_rank < 0:
-        refuse("markov_rank", "0 (no Markov head) or more")
-    if config.markov_rank and config.markov_head_type not in MARKOV_HEADS:
-        refuse("markov_head_type", f"one of {', '.join(MARKOV_HEADS)}")
-    if config.confidence_head_with_markov and not config.markov_rank:
-        refuse("confidence_head_with_markov", "false, since markov_rank is 0 and there is no Markov head to read")
+    return parse_config(read_json_config(path), path / "config.json")
 
 
 def open_tensors(path: Path) -> dict[str, Tensor]:
@@ -186,10 +106,12 @@ def load_drafter(path: Path, *, dtype: torch.dtype = torch.float32, device: torc
 def save_drafter(drafter: DSparkDrafter, path: Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write ``config.json`` and ``model.safetensors`` without the frozen copies of the target's embeddings and head."""
     config = drafter.config
+    if config.mask_filling:
+        raise CheckpointError(f"a {config.layout} drafter reads its block in another way, which this layout cannot say")
     raw = {
         **config.backbone.to_diff_dict(),
-        **{key: getattr(config, key) for key in _EXTRA},
-        "architectures": [ARCHITECTURE],
+        **{key: getattr(config, key) for key in DEEPSPEC_KEYS},
+        "architectures": ["Qwen3DSparkModel"],
         "model_type": "qwen3",
         "dtype": str(dtype).removeprefix("torch."),
     }

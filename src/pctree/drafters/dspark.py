@@ -37,10 +37,17 @@ class DrafterConfig:
     num_target_layers: int
     target_layer_ids: list[int]
     mask_token_id: int
-    markov_rank: int
-    markov_head_type: str
-    enable_confidence_head: bool
-    confidence_head_with_markov: bool
+    markov_rank: int = 0
+    markov_head_type: str = "vanilla"
+    enable_confidence_head: bool = False
+    confidence_head_with_markov: bool = False
+    mask_filling: bool = False  # the anchor's slot predicts nothing and the others themselves, not the token after
+    layout: str = "DeepSpec"
+
+    @property
+    def draft_length(self) -> int:
+        """Tokens that a block drafts."""
+        return self.block_size - 1 if self.mask_filling else self.block_size
 
     @property
     def method(self) -> str:
@@ -93,7 +100,8 @@ class BlockLayer(nn.Module):
 
 
 class DSparkDrafter(nn.Module):
-    """DSpark (and, without a head, DFlash) in DeepSpec's read-out: slot j predicts the token after it.
+    """DSpark, and without a head DFlash. In DeepSpec's read-out slot j predicts the token after it, so B slots draft B tokens;
+    in the mask-filling one the slots behind the anchor predict themselves, so B slots draft B - 1.
 
     ``embed_tokens`` and ``lm_head`` are either the checkpoint's own or, where it has none, the target's modules, shared
     and not copied.
@@ -164,7 +172,7 @@ class DSparkDrafter(nn.Module):
 
     @torch.inference_mode()
     def draft_block(self, cache: KVCache, anchors: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states [R, B, H] and base logits [R, B, V] of the block that starts at each request's anchor [R]."""
+        """Hidden states [R, D, H] and base logits [R, D, V] of the D tokens drafted behind each request's anchor [R]."""
         assert self.lm_head is not None
         slots = cache.slots(self.block_size).to(anchors.device)
         span = int(cache.lengths.max()) + self.block_size
@@ -178,6 +186,8 @@ class DSparkDrafter(nn.Module):
             return attention(query, key, value, mask)
 
         hidden = self.backbone(self.block_ids(anchors), slots, attend)
+        if self.config.mask_filling:
+            hidden = hidden[:, 1:]
         return hidden, self.lm_head(hidden)
 
     def block_ids(self, anchors: Tensor) -> Tensor:

@@ -1,0 +1,121 @@
+"""Checkpoint layouts: from the ``config.json`` of a drafter to what the drafter is, one small reader a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from transformers import Qwen3Config
+
+from pctree.drafters.dspark import DrafterConfig
+from pctree.drafters.heads import MARKOV_HEADS
+from pctree.errors import CheckpointError
+
+# What DeepSpec's configuration has beyond a Qwen3 configuration.
+DEEPSPEC_KEYS = (
+    "block_size",
+    "num_target_layers",
+    "target_layer_ids",
+    "mask_token_id",
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+)
+
+
+def deepspec(raw: dict[str, Any]) -> dict[str, Any]:
+    """DeepSpec: DSpark, and DFlash as DSpark without a head. Slot j predicts the token after it."""
+    return {
+        "layout": "DeepSpec",
+        "markov_rank": 0,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": False,
+        "confidence_head_with_markov": False,
+        **{key: raw[key] for key in DEEPSPEC_KEYS if key in raw},
+    }
+
+
+def zlab_dflash(raw: dict[str, Any]) -> dict[str, Any]:
+    """z-lab's DFlash: no head; slot 0 is the anchor and predicts nothing, the others predict themselves."""
+    inner = raw.get("dflash_config")
+    return {
+        "layout": "z-lab DFlash",
+        "mask_filling": True,
+        **{key: raw[key] for key in ("block_size", "num_target_layers") if key in raw},
+        **{key: inner[key] for key in ("mask_token_id", "target_layer_ids") if isinstance(inner, dict) and key in inner},
+    }
+
+
+LAYOUTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "Qwen3DSparkModel": deepspec,
+    "DFlashDraftModel": zlab_dflash,
+}
+NOT_YET = {"Qwen3Eagle3Model": "DeepSpec's EAGLE-3 layout"}
+
+
+def parse_config(raw: dict[str, Any], file: Path) -> DrafterConfig:
+    """The drafter that ``config.json`` (``raw``, read from ``file``) describes.
+
+    Raises:
+        CheckpointError: the architecture is none of ours, a key is missing, or a value is out of range; it is named.
+    """
+    architectures = raw.get("architectures") or []
+    names = [str(name) for name in (architectures if isinstance(architectures, list) else [architectures])]
+    architecture = next((name for name in names if name in LAYOUTS), None)
+    if architecture is None:
+        known = [NOT_YET[name] for name in names if name in NOT_YET]
+        hint = f" ({known[0]}, which is not supported yet)" if known else ""
+        expected = " or ".join(LAYOUTS)
+        raise CheckpointError(f"{file}: architectures is {', '.join(names) or 'none'}{hint}; a drafter has {expected}")
+    values = LAYOUTS[architecture](raw)
+    required = ("block_size", "target_layer_ids", "mask_token_id", "num_target_layers")
+    missing = [key for key in required if key not in values]
+    if missing:
+        raise CheckpointError(f"{file} lacks {', '.join(missing)}; a {architecture} names them all")
+    _check_types(values, file)
+    own = {*DEEPSPEC_KEYS, "dflash_config"}
+    backbone = Qwen3Config.from_dict({key: value for key, value in raw.items() if key not in own})
+    config = DrafterConfig(backbone=backbone, **values)
+    _check_config(config, file)
+    return config
+
+
+def _check_types(values: dict[str, Any], file: Path) -> None:
+    def whole(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool)
+
+    for key in ("block_size", "num_target_layers", "mask_token_id", "markov_rank"):
+        if key in values and not whole(values[key]):
+            raise CheckpointError(f"{file}: {key} is {values[key]!r}; expected a whole number")
+    ids = values["target_layer_ids"]
+    if not isinstance(ids, list) or not all(whole(layer) for layer in ids):
+        raise CheckpointError(f"{file}: target_layer_ids is {ids!r}; expected a list of whole numbers")
+
+
+def _check_config(config: DrafterConfig, file: Path) -> None:
+    def refuse(key: str, expected: str) -> None:
+        raise CheckpointError(f"{file}: {key} is {getattr(config, key)!r}; expected {expected}")
+
+    least = 2 if config.mask_filling else 1
+    if config.block_size < least:
+        refuse("block_size", f"at least {least}")
+    ids = config.target_layer_ids
+    if not ids or any(b <= a for a, b in pairwise(ids)):
+        refuse("target_layer_ids", "strictly increasing layer ids")
+    if ids[0] < -1 or ids[-1] > config.num_target_layers - 2:
+        refuse(
+            "target_layer_ids",
+            f"ids from -1 (the embedding output) to {config.num_target_layers - 2}: of {config.num_target_layers} "
+            "layers the last is not allowed",
+        )
+    if not 0 <= config.mask_token_id < config.backbone.vocab_size:
+        refuse("mask_token_id", f"a token id below vocab_size {config.backbone.vocab_size}")
+    if config.markov_rank < 0:
+        refuse("markov_rank", "0 (no Markov head) or more")
+    if config.markov_rank and config.markov_head_type not in MARKOV_HEADS:
+        refuse("markov_head_type", f"one of {', '.join(MARKOV_HEADS)}")
+    if config.confidence_head_with_markov and not config.markov_rank:
+        refuse("confidence_head_with_markov", "false, since markov_rank is 0 and there is no Markov head to read")
