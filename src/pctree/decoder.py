@@ -262,4 +262,5 @@ def is_batch(prompt: Any) -> bool:
 def root_only(anchors: Tensor) -> DraftTree:
     """The tree [R, 1] that drafts nothing: verifying it is plain autoregressive decoding."""
     token_ids = anchors[:, None]
-    return DraftTree(token_ids, torch.zeros_like(token_ids), torch.zeros_like(token_ids), torch.zeros(token_ids.shape))
+    zeros = torch.zeros_like(token_ids)
+    return DraftTree(token_ids, zeros, zeros, zeros.float())

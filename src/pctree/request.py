@@ -70,6 +70,8 @@ class Request:
 
     def reshape(self) -> Reshape | None:
         """How the drafter's logits are reshaped for the next round; the root is part of the past by then."""
+        if not self.processors:
+            return None
         history = torch.tensor([*self.prompt_ids, *self.token_ids], dtype=torch.long, device=self.device)
         return self.processors.reshape(history)
 
