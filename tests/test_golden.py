@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pctree import CheckpointError, DraftSettings, SpeculativeDecoder, load_drafter
+from pctree import DraftSettings, SpeculativeDecoder
 
 DRAFTERS = ("dspark_vanilla_b7", "dspark_gated_b7", "dspark_rnn_b7", "dspark_vanilla_b16", "dflash_b7")
 # How a tree is read, and the chain that reads the same distributions.
@@ -161,12 +161,6 @@ def test_bfloat16_differs_only_at_near_ties(golden):
             assert (logits[tree[parted]] - logits[plain[parted]]).abs() < 0.25
 
 
-@pytest.mark.parametrize("name", ["eagle3_ttt7"])
-def test_other_layouts_are_named_in_the_refusal(golden, name):
-    with pytest.raises(CheckpointError, match="not supported yet"):
-        load_drafter(golden / name)
-
-
 # --- z-lab's DFlash layout, with DDTree's official trees
 
 
@@ -204,3 +198,19 @@ def test_ddtree_grows_the_official_trees(zlab, budget):
         assert first.parents[0, 1:].tolist() == expected["first_tree"]["parents"][1:]
         result = reader.generate(case["prompt_ids"], max_new_tokens=97)
         assert result.stats.acceptance_lengths == expected["acceptance_lengths"]
+
+
+# --- EAGLE-3
+
+
+def test_eagle3_chain_equals_deepspecs(golden):
+    cases = json.loads((golden / "eagle3_ttt7.expected.json").read_text())["cases"]
+    chain = SpeculativeDecoder.from_pretrained(
+        str(golden / "target"), str(golden / "eagle3_ttt7"), method="eagle3", top_k=1, dtype="float32", device="cpu"
+    )
+    tree = chain.with_settings(top_k=4)
+    for case in cases:
+        result = chain.generate(case["prompt_ids"], max_new_tokens=97)
+        assert result.stats.acceptance_lengths == case["acceptance_lengths"]
+        assert [*case["prompt_ids"], *result.token_ids[:96]] == case["output_ids"] == case["greedy_ids"]
+        assert tree.generate(case["prompt_ids"], max_new_tokens=96).token_ids == result.token_ids[:96]

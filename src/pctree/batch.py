@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pctree.drafters import DSparkDrafter
+from pctree.drafters import AnyDrafter
 from pctree.errors import UsageError
 from pctree.request import Request
 from pctree.scorers import Reshape
@@ -25,10 +25,10 @@ class Batch:
         room: rows that a verify forward needs behind them, the tree's budget.
     """
 
-    def __init__(self, target: TargetModel, drafter: DSparkDrafter | None, *, rows: int, length: int, room: int):
+    def __init__(self, target: TargetModel, drafter: AnyDrafter | None, *, rows: int, length: int, room: int):
         self.rows, self.length = rows, length
         self._cache = target.new_cache(rows, length + room)
-        self._context = drafter.new_cache(rows, length + room) if drafter is not None else None
+        self._context = drafter.new_cache(rows, length + room, room) if drafter is not None else None
         self._anchors = torch.zeros(rows, dtype=torch.long, device=target.device)
         self.running: list[Request] = []
         self.held: list[list[int]] = [[] for _ in range(rows)]  # tokens whose rows a finished request left behind

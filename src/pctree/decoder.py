@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +14,10 @@ from torch import Tensor
 from pctree.acceptance import walk
 from pctree.batch import Batch
 from pctree.conversation import Conversation
-from pctree.drafters import DSparkDrafter
+from pctree.drafters import AnyDrafter
 from pctree.errors import UsageError
 from pctree.loading import load_pair
-from pctree.methods import DraftSettings
+from pctree.methods import Block, DraftSettings
 from pctree.params import SamplingParams
 from pctree.prompts import Prompt, encode_prompt
 from pctree.request import Request
@@ -40,7 +40,7 @@ class SpeculativeDecoder:
     def __init__(
         self,
         target: TargetModel,
-        drafter: DSparkDrafter | None = None,
+        drafter: AnyDrafter | None = None,
         tokenizer: Any = None,
         settings: DraftSettings | None = None,
     ):
@@ -210,11 +210,12 @@ class SpeculativeDecoder:
         cache, context, unread = batch.admit(request, reuse=reuse)
         token_ids = torch.tensor([unread], device=self.target.device)
         logits, features = self.target.prefill(cache, token_ids)
-        if context is not None:
-            cast(DSparkDrafter, self.drafter).extend(context, features)
         last = root_only(token_ids[0, -1:])
         first = request.choose_first(last, logits)
         batch.anchors[-1] = first
+        if context is not None:
+            assert self.drafter is not None
+            self.drafter.extend(context, features, torch.cat([token_ids[:, 1:], batch.anchors[-1:, None]], dim=1))
         return Round(last, [], request.commit([first]))
 
     def _round(self, batch: Batch, clock: StageClock) -> list[Round]:
@@ -225,9 +226,9 @@ class SpeculativeDecoder:
             mask = torch.ones(len(anchors), 1, 1, dtype=torch.bool, device=target.device)
         else:
             with clock("draft"):
-                hidden, base_logits = drafter.draft_block(context, anchors)
+                block = Block(drafter, context, anchors, *drafter.draft_block(context, anchors))
             with clock("tree"):
-                tree = self.settings.grow(drafter, hidden, base_logits, anchors, batch.reshape())
+                tree = self.settings.grow(block, batch.reshape())
                 mask = tree.ancestor_mask(drafter.config.draft_length)
         with clock("verify"):
             logits, features = target.verify(cache, tree.token_ids, tree.depths, mask)
@@ -250,7 +251,8 @@ class SpeculativeDecoder:
         if context is not None and drafter is not None:
             with clock("draft"):
                 committed_features = features.gather(1, kept[..., None].expand(-1, -1, features.shape[-1]))
-                drafter.extend(context, committed_features, torch.tensor(counts))
+                following = torch.cat([tokens[:, 1:], bonus[:, None]], dim=1).scatter(1, lengths[:, None] - 1, bonus[:, None])
+                drafter.extend(context, committed_features, following[:, : kept.shape[1]], torch.tensor(counts))
         return rounds
 
 

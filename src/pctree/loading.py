@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from pctree import smollm2
-from pctree.drafters import DSparkDrafter, load_drafter
+from pctree.drafters import AnyDrafter, load_drafter
 from pctree.errors import CheckpointError, UsageError
 from pctree.methods import METHODS, DraftSettings
 from pctree.targets import TargetModel
@@ -79,7 +79,7 @@ def load_tokenizer(path: Path) -> Any:
     return AutoTokenizer.from_pretrained(path)
 
 
-def check_fit(drafter: DSparkDrafter, model: PreTrainedModel, drafter_name: str, target_name: str) -> None:
+def check_fit(drafter: AnyDrafter, model: PreTrainedModel, drafter_name: str, target_name: str) -> None:
     """Refuse a drafter that was made for another target.
 
     Raises:
@@ -116,12 +116,12 @@ def load_pair(
     *,
     dtype: str | torch.dtype = "auto",
     device: str = "auto",
-) -> tuple[TargetModel, DSparkDrafter | None, Any]:
+) -> tuple[TargetModel, AnyDrafter | None, Any]:
     """Target, drafter and tokenizer, checked against each other. ``method="ar"`` loads no drafter."""
     if settings.method not in METHODS:
         settings.validate(None)
     torch_dtype, torch_device = resolve_dtype(dtype), resolve_device(device)
-    draft: DSparkDrafter | None = None
+    draft: AnyDrafter | None = None
     if drafter is not None and settings.method != "ar":
         drafter_folder = local_folder(drafter, "drafter")
         draft = load_drafter(drafter_folder, dtype=torch_dtype, device=torch_device)

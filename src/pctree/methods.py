@@ -4,42 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-from pctree.drafters import DSparkDrafter
+from pctree.drafters import Drafting
 from pctree.errors import UsageError
-from pctree.scorers import BaseScorer, MarkovScorer, Reshape, SharedMarkovScorer
+from pctree.scorers import BaseScorer, EagleScorer, MarkovScorer, Reshape, SharedMarkovScorer
+from pctree.targets import KVCache
 from pctree.tree import DraftTree, Scorer, grow_tree
 
 FRONTIERS = ("capped", "exact")
 
 
+@dataclass
+class Block:
+    """What one draft forward gave for R requests, and what it was given."""
+
+    drafter: Any  # AnyDrafter
+    context: KVCache
+    anchors: Tensor  # [R]
+    hidden: Tensor  # [R, D, H]; EAGLE-3: of the root alone, D = 1
+    logits: Tensor  # [R, D, V]
+
+
 @dataclass(frozen=True)
 class Method:
-    """One row of the table; ``scorer`` gets base logits [R, B, V], hidden states [R, B, H], the drafter, the anchors
-    [R], and how the logits are reshaped."""
+    """One row of the table; ``scorer`` reads a block, with its logits reshaped as the requests ask."""
 
     name: str
     summary: str
-    scorer: Callable[[Tensor, Tensor, DSparkDrafter, Tensor, Reshape | None], Scorer] | None
+    scorer: Callable[[Block, Reshape | None], Scorer] | None
     chain: bool = False
     always_exact: bool = False
     needs_head: bool = False
+    autoregressive: bool = False
 
 
-def _base(logits: Tensor, hidden: Tensor, drafter: DSparkDrafter, anchors: Tensor, reshape: Reshape | None) -> Scorer:
-    return BaseScorer(logits, reshape)
+def _base(block: Block, reshape: Reshape | None) -> Scorer:
+    return BaseScorer(block.logits, reshape)
 
 
-def _markov(logits: Tensor, hidden: Tensor, drafter: DSparkDrafter, anchors: Tensor, reshape: Reshape | None) -> Scorer:
-    assert drafter.markov_head is not None
-    return MarkovScorer(logits, hidden, drafter.markov_head, reshape)
+def _markov(block: Block, reshape: Reshape | None) -> Scorer:
+    return MarkovScorer(block.logits, block.hidden, block.drafter.markov_head, reshape)
 
 
-def _shared(logits: Tensor, hidden: Tensor, drafter: DSparkDrafter, anchors: Tensor, reshape: Reshape | None) -> Scorer:
-    assert drafter.markov_head is not None
-    return SharedMarkovScorer(logits, hidden, drafter.markov_head, anchors, reshape)
+def _shared(block: Block, reshape: Reshape | None) -> Scorer:
+    return SharedMarkovScorer(block.logits, block.hidden, block.drafter.markov_head, block.anchors, reshape)
+
+
+def _eagle(block: Block, reshape: Reshape | None) -> Scorer:
+    return EagleScorer(block.drafter, block.context, block.hidden, block.logits, reshape)
 
 
 METHODS = {
@@ -51,6 +66,7 @@ METHODS = {
         Method("pctree", "a tree in which every child is scored for its own parent", _markov, needs_head=True),
         Method("dflash", "a chain from base logits alone", _base, chain=True),
         Method("ddtree", "the best tree from base logits alone", _base, always_exact=True),
+        Method("eagle3", "a tree with one draft forward a layer (a chain with top_k 1)", _eagle, autoregressive=True),
     )
 }
 
@@ -64,7 +80,7 @@ class DraftSettings:
     budget: int = 32
     frontier: str = "capped"
 
-    def validate(self, drafter: DSparkDrafter | None) -> None:
+    def validate(self, drafter: Drafting | None) -> None:
         """Refuse what cannot work, by name.
 
         Raises:
@@ -84,19 +100,21 @@ class DraftSettings:
         vocab_size = drafter.config.backbone.vocab_size
         if self.top_k > vocab_size:
             raise UsageError(f"top_k is {self.top_k}; it must not be above the drafter's vocabulary of {vocab_size}")
-        if METHODS[self.method].needs_head and drafter.markov_head is None:
+        method = METHODS[self.method]
+        if method.autoregressive != drafter.config.autoregressive:
+            kind = drafter.config.method
+            raise UsageError(f"method {self.method} cannot read this drafter, which is made for {kind}; use method {kind}")
+        if method.needs_head and not drafter.config.markov_rank:
             raise UsageError(f"method {self.method} needs a Markov head, which this drafter lacks; use dflash or ddtree")
 
-    def grow(
-        self, drafter: DSparkDrafter, hidden: Tensor, logits: Tensor, anchors: Tensor, reshape: Reshape | None = None
-    ) -> DraftTree:
-        """The tree that one backbone forward gives under these settings."""
+    def grow(self, block: Block, reshape: Reshape | None = None) -> DraftTree:
+        """The tree that one draft forward gives under these settings."""
         method = METHODS[self.method]
         assert method.scorer is not None
         return grow_tree(
-            method.scorer(logits, hidden, drafter, anchors, reshape),
-            anchors,
+            method.scorer(block, reshape),
+            block.anchors,
             top_k=1 if method.chain else self.top_k,
-            budget=min(self.budget, drafter.config.draft_length + 1) if method.chain else self.budget,
+            budget=min(self.budget, block.drafter.config.draft_length + 1) if method.chain else self.budget,
             exact=not method.chain and (method.always_exact or self.frontier == "exact"),
         )

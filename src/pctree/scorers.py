@@ -12,7 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pctree.drafters import MarkovHead
+from pctree.drafters import Eagle3Drafter, MarkovHead
+from pctree.targets import KVCache
 
 Reshape = Callable[[Tensor], Tensor]
 
@@ -72,3 +73,38 @@ class SharedMarkovScorer(BaseScorer):
 
     def score(self, depth: int, parents: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         return self.log_probs[:, depth : depth + 1], states
+
+
+class EagleScorer:
+    """One forward of the EAGLE-3 layer for every layer of the tree.
+
+    A node's state is the number of the expansion that its parent had: 0 is the root's, whose row is committed; expansion
+    e > 0 stands in provisional row e - 1 and sees its ancestors' rows.
+    """
+
+    def __init__(
+        self, drafter: Eagle3Drafter, context: KVCache, hidden: Tensor, logits: Tensor, reshape: Reshape | None = None
+    ):
+        self.drafter, self.context, self.reshape = drafter, context, reshape
+        self.depth = drafter.config.draft_length
+        self.root_logits, self.hidden = logits, hidden  # hidden [R, expansions, H]
+        self.sees = torch.zeros(len(hidden), 1, 0, dtype=torch.bool, device=hidden.device)  # [R, expansions, rows]
+
+    def initial_state(self) -> Tensor:
+        return torch.zeros(len(self.hidden), 1, 1, dtype=torch.long, device=self.hidden.device)
+
+    def score(self, depth: int, parents: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        if depth == 0:
+            return _log_softmax(self.root_logits, self.reshape), states
+        requests, width = parents.shape
+        known, rows = self.sees.shape[1:]
+        hidden = self.hidden.gather(1, states.expand(-1, -1, self.hidden.shape[-1]))
+        inherited = self.sees.gather(1, states.expand(-1, -1, rows))
+        itself = torch.eye(width, dtype=torch.bool, device=parents.device).expand(requests, -1, -1)
+        ancestors = torch.cat([inherited, itself], dim=2)
+        out, logits = self.drafter.expand(self.context, parents, hidden, depth, rows, ancestors)
+        padded = torch.cat([self.sees, self.sees.new_zeros(requests, known, width)], dim=2)
+        self.sees = torch.cat([padded, ancestors], dim=1)
+        self.hidden = torch.cat([self.hidden, out], dim=1)
+        expansions = torch.arange(known, known + width, device=parents.device).expand(requests, -1)
+        return _log_softmax(logits, self.reshape), expansions[..., None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.table import Table
@@ -48,10 +49,10 @@ def command(
     from pctree import SamplingParams, SpeculativeDecoder
 
     texts = read_prompts(prompts)
-    sampling = {"seed": seed, "top_p": top_p} if temperature else {}
-    params = SamplingParams(
-        max_new_tokens=max_new_tokens, temperature=temperature, repetition_penalty=repetition_penalty, **sampling
-    )
+    options: dict[str, Any] = {"temperature": temperature, "repetition_penalty": repetition_penalty}
+    if temperature:
+        options |= {"seed": seed, "top_p": top_p}
+    params = SamplingParams(max_new_tokens=max_new_tokens, **options)
     decoder = SpeculativeDecoder.from_pretrained(
         target, drafter, method=method, top_k=top_k, budget=budget, frontier=frontier, dtype=dtype, device=device
     )

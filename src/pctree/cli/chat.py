@@ -10,7 +10,7 @@ from pctree.cli.common import DEVICE, DRAFTER, DTYPE, TARGET, err, given
 def command(
     target: str = TARGET,
     drafter: str = DRAFTER,
-    method: str = typer.Option("pctree", help="ar, dspark, shared-markov, pctree, dflash or ddtree."),
+    method: str = typer.Option("pctree", help="ar, dspark, shared-markov, pctree, dflash, ddtree or eagle3."),
     top_k: int = typer.Option(4, help="Children per parent, and width of a capped frontier."),
     budget: int = typer.Option(32, help="Nodes sent to the target in a round, root included."),
     system: str = typer.Option(None, help="A system message."),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def command(
     target: str = TARGET,
     drafter: str = DRAFTER,
-    method: str = typer.Option("pctree", help="ar, dspark, shared-markov, pctree, dflash or ddtree."),
+    method: str = typer.Option("pctree", help="ar, dspark, shared-markov, pctree, dflash, ddtree or eagle3."),
     top_k: int = typer.Option(4, help="Children per parent, and width of a capped frontier."),
     budget: int = typer.Option(32, help="Nodes sent to the target in a round, root included."),
     frontier: str = typer.Option("capped", help="capped: the top-k best nodes of a layer grow; exact: all that can matter."),

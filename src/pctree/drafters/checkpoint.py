@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pctree.drafters.dspark import DrafterConfig, DSparkDrafter
+from pctree.drafters.eagle3 import Eagle3Drafter
 from pctree.drafters.layouts import DEEPSPEC_KEYS, parse_config
 from pctree.errors import CheckpointError
 
@@ -67,8 +68,9 @@ def open_tensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def load_drafter(path: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> DSparkDrafter:
-    """A drafter in evaluation mode. Every tensor must be used, and none may be missing, but for the shared ones.
+def load_drafter(path: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Any:
+    """A :class:`DSparkDrafter` or :class:`Eagle3Drafter` in evaluation mode. Every tensor must be used, and none may be
+    missing, but for the shared ones.
 
     Raises:
         CheckpointError: something is missing, unexpected, of another shape, or damaged.
@@ -76,7 +78,7 @@ def load_drafter(path: Path, *, dtype: torch.dtype = torch.float32, device: torc
     config = read_config(path)
     tensors = open_tensors(path)
     with torch.device("meta"):
-        drafter = DSparkDrafter(config)
+        drafter: Any = Eagle3Drafter(config) if config.autoregressive else DSparkDrafter(config)
         backbone = config.backbone
         if "embed_tokens.weight" in tensors:
             drafter.embed_tokens = nn.Embedding(backbone.vocab_size, backbone.hidden_size)
@@ -106,7 +108,7 @@ def load_drafter(path: Path, *, dtype: torch.dtype = torch.float32, device: torc
 def save_drafter(drafter: DSparkDrafter, path: Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write ``config.json`` and ``model.safetensors`` without the frozen copies of the target's embeddings and head."""
     config = drafter.config
-    if config.mask_filling:
+    if config.mask_filling or config.autoregressive:
         raise CheckpointError(f"a {config.layout} drafter reads its block in another way, which this layout cannot say")
     raw = {
         **config.backbone.to_diff_dict(),

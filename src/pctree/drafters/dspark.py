@@ -43,6 +43,7 @@ class DrafterConfig:
     confidence_head_with_markov: bool = False
     mask_filling: bool = False  # the anchor's slot predicts nothing and the others themselves, not the token after
     layout: str = "DeepSpec"
+    autoregressive: bool = False  # EAGLE-3: one forward a layer of the tree, not one a block
 
     @property
     def draft_length(self) -> int:
@@ -51,21 +52,22 @@ class DrafterConfig:
 
     @property
     def method(self) -> str:
-        """The chain that the checkpoint was trained for."""
-        return "dspark" if self.markov_rank else "dflash"
+        """The method that the checkpoint was trained for."""
+        return "eagle3" if self.autoregressive else "dspark" if self.markov_rank else "dflash"
 
 
 class BlockAttention(nn.Module):
     """Attention of a block to all context and, in both directions, to itself."""
 
-    def __init__(self, config: Any, layer: int):
+    def __init__(self, config: Any, layer: int, input_size: int | None = None):
         super().__init__()
+        width = input_size or config.hidden_size
         self.layer, self.head_dim = layer, config.head_dim
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         bias = config.attention_bias
-        self.q_proj = nn.Linear(config.hidden_size, self.heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=bias)
+        self.q_proj = nn.Linear(width, self.heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=bias)
         self.q_norm = Qwen3RMSNorm(self.head_dim, config.rms_norm_eps)
         self.k_norm = Qwen3RMSNorm(self.head_dim, config.rms_norm_eps)
@@ -99,25 +101,38 @@ class BlockLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class DSparkDrafter(nn.Module):
-    """DSpark, and without a head DFlash. In DeepSpec's read-out slot j predicts the token after it, so B slots draft B tokens;
-    in the mask-filling one the slots behind the anchor predict themselves, so B slots draft B - 1.
-
-    ``embed_tokens`` and ``lm_head`` are either the checkpoint's own or, where it has none, the target's modules, shared
-    and not copied.
+class Drafting(nn.Module):
+    """What all drafters have: a configuration, and embeddings and an output head, which are either the checkpoint's own or,
+    where it has none, the target's modules, shared and not copied.
     """
 
     def __init__(self, config: DrafterConfig):
         super().__init__()
-        backbone = config.backbone
         self.config = config
+        self.embed_tokens: nn.Module | None = None
+        self.lm_head: nn.Module | None = None
+
+    def share(self, embed_tokens: nn.Module, lm_head: nn.Module) -> None:
+        """Use the target's embeddings and output head where the checkpoint brought none."""
+        if self.embed_tokens is None:
+            self.embed_tokens = embed_tokens
+        if self.lm_head is None:
+            self.lm_head = lm_head
+
+
+class DSparkDrafter(Drafting):
+    """DSpark, and without a head DFlash. In DeepSpec's read-out slot j predicts the token after it, so B slots draft B tokens;
+    in the mask-filling one the slots behind the anchor predict themselves, so B slots draft B - 1.
+    """
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__(config)
+        backbone = config.backbone
         self.fc = nn.Linear(len(config.target_layer_ids) * backbone.hidden_size, backbone.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(backbone.hidden_size, backbone.rms_norm_eps)
         self.layers: Any = nn.ModuleList(BlockLayer(backbone, i) for i in range(backbone.num_hidden_layers))
         self.norm = Qwen3RMSNorm(backbone.hidden_size, backbone.rms_norm_eps)
         self.rotary = Qwen3RotaryEmbedding(backbone)
-        self.embed_tokens: nn.Module | None = None
-        self.lm_head: nn.Module | None = None
         self.markov_head: MarkovHead | None = None
         self.confidence_head: ConfidenceHead | None = None
         if config.markov_rank:
@@ -131,15 +146,10 @@ class DSparkDrafter(nn.Module):
     def block_size(self) -> int:
         return self.config.block_size
 
-    def share(self, embed_tokens: nn.Module, lm_head: nn.Module) -> None:
-        """Use the target's embeddings and output head where the checkpoint brought none."""
-        if self.embed_tokens is None:
-            self.embed_tokens = embed_tokens
-        if self.lm_head is None:
-            self.lm_head = lm_head
-
-    def new_cache(self, requests: int, max_length: int) -> KVCache:
-        """An empty context cache; ``max_length`` counts committed tokens, the block's rows are added here."""
+    def new_cache(self, requests: int, max_length: int, budget: int = 0) -> KVCache:
+        """An empty context cache; ``max_length`` counts committed tokens, the block's rows are added here (whatever the
+        tree's ``budget``).
+        """
         backbone = self.config.backbone
         weight = self.fc.weight
         return KVCache(
@@ -157,9 +167,10 @@ class DSparkDrafter(nn.Module):
         return self.hidden_norm(self.fc(features))
 
     @torch.inference_mode()
-    def extend(self, cache: KVCache, features: Tensor, counts: Tensor | None = None) -> None:
+    def extend(self, cache: KVCache, features: Tensor, next_ids: Tensor | None = None, counts: Tensor | None = None) -> None:
         """Commit the features [R, n, m·H] of newly committed tokens to the context; ``counts`` [R], where given, says how
-        many of the n count for each request (the rows behind them are overwritten by what comes next).
+        many of the n count for each request (the rows behind them are overwritten by what comes next). ``next_ids`` is
+        for drafters that pair features with tokens.
         """
         rows = features.shape[1]
         context = self.context(features)

@@ -49,11 +49,22 @@ def zlab_dflash(raw: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def deepspec_eagle3(raw: dict[str, Any]) -> dict[str, Any]:
+    """DeepSpec's EAGLE-3: ``ttt_length`` drafted tokens, one at a time; there is no block and so no mask token."""
+    return {
+        "layout": "DeepSpec EAGLE-3",
+        "autoregressive": True,
+        "mask_token_id": 0,
+        **({"block_size": raw["ttt_length"]} if "ttt_length" in raw else {}),
+        **{key: raw[key] for key in ("num_target_layers", "target_layer_ids") if key in raw},
+    }
+
+
 LAYOUTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "Qwen3DSparkModel": deepspec,
     "DFlashDraftModel": zlab_dflash,
+    "Qwen3Eagle3Model": deepspec_eagle3,
 }
-NOT_YET = {"Qwen3Eagle3Model": "DeepSpec's EAGLE-3 layout"}
 
 
 def parse_config(raw: dict[str, Any], file: Path) -> DrafterConfig:
@@ -66,17 +77,16 @@ def parse_config(raw: dict[str, Any], file: Path) -> DrafterConfig:
     names = [str(name) for name in (architectures if isinstance(architectures, list) else [architectures])]
     architecture = next((name for name in names if name in LAYOUTS), None)
     if architecture is None:
-        known = [NOT_YET[name] for name in names if name in NOT_YET]
-        hint = f" ({known[0]}, which is not supported yet)" if known else ""
         expected = " or ".join(LAYOUTS)
-        raise CheckpointError(f"{file}: architectures is {', '.join(names) or 'none'}{hint}; a drafter has {expected}")
+        raise CheckpointError(f"{file}: architectures is {', '.join(names) or 'none'}; a drafter has {expected}")
     values = LAYOUTS[architecture](raw)
     required = ("block_size", "target_layer_ids", "mask_token_id", "num_target_layers")
-    missing = [key for key in required if key not in values]
+    theirs = {"block_size": "ttt_length"} if values.get("autoregressive") else {}
+    missing = [theirs.get(key, key) for key in required if key not in values]
     if missing:
         raise CheckpointError(f"{file} lacks {', '.join(missing)}; a {architecture} names them all")
     _check_types(values, file)
-    own = {*DEEPSPEC_KEYS, "dflash_config"}
+    own = {*DEEPSPEC_KEYS, "dflash_config", "ttt_length", "draft_num_hidden_layers", "step_loss_decay"}
     backbone = Qwen3Config.from_dict({key: value for key, value in raw.items() if key not in own})
     config = DrafterConfig(backbone=backbone, **values)
     _check_config(config, file)

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from pctree.errors import CheckpointError, UsageError
-from pctree.targets.kv_cache import KVCache
+from pctree.targets.kv_cache import KVCache, visible_rows
 
 ATTENTION = "pctree"
 _CHECKED: WeakSet[PreTrainedModel] = WeakSet()
@@ -214,16 +214,7 @@ class TargetModel:
         return hidden, torch.cat(features, dim=-1) if features else hidden.new_zeros(requests, rows, 0)
 
     def _additive_mask(self, lengths: Tensor, mask: Tensor, span: int) -> Tensor:
-        requests, rows, _ = mask.shape
-        visible = torch.zeros(requests, rows, span, dtype=torch.bool, device=self.device)
-        if bool((lengths == lengths[0]).all()):
-            visible[:, :, : span - rows] = True
-            visible[:, :, span - rows :] = mask
-        else:
-            lengths = lengths.to(self.device)
-            visible |= (torch.arange(span, device=self.device) < lengths[:, None])[:, None]
-            columns = (lengths[:, None] + torch.arange(rows, device=self.device))[:, None].expand(-1, rows, -1)
-            visible.scatter_(2, columns, mask)
+        visible = visible_rows(lengths, mask, span)
         additive = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
         additive.masked_fill_(~visible, torch.finfo(self.dtype).min)
         return additive.repeat(1, self._heads // self._kv_heads, 1)[:, None]

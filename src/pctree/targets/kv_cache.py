@@ -57,7 +57,7 @@ class KVCache:
 
     def narrow(self, start: int, count: int) -> KVCache:
         """A view of ``count`` requests from ``start`` on; what it commits is committed here."""
-        view = object.__new__(KVCache)
+        view = object.__new__(type(self))
         view.keys, view.values = self.keys[:, start : start + count], self.values[:, start : start + count]
         view.lengths, view.max_length = self.lengths[start : start + count], self.max_length
         return view
@@ -89,3 +89,20 @@ class KVCache:
                 rows = cache[:, request]
                 rows[:, :, length : length + count] = rows[:, :, source]
         self.lengths += counts
+
+
+def visible_rows(lengths: Tensor, mask: Tensor, span: int) -> Tensor:
+    """Which cache rows each new row sees, bool [R, n, span]: all committed ones, and of the M provisional ones behind them
+    those that ``mask`` [R, n, M] says. ``lengths`` [R] is on the host.
+    """
+    requests, rows, provisional = mask.shape
+    visible = torch.zeros(requests, rows, span, dtype=torch.bool, device=mask.device)
+    if bool((lengths == lengths[0]).all()):
+        visible[:, :, : span - provisional] = True
+        visible[:, :, span - provisional :] = mask
+    else:
+        lengths = lengths.to(mask.device)
+        visible |= (torch.arange(span, device=mask.device) < lengths[:, None])[:, None]
+        columns = (lengths[:, None] + torch.arange(provisional, device=mask.device))[:, None].expand(-1, rows, -1)
+        visible.scatter_(2, columns, mask)
+    return visible
