@@ -1,5 +1,6 @@
 """PCTree: reads a DSpark drafter as a tree and verifies it in one target forward. Lossless, and faster than the chain."""
 
+from pctree.custom_generate import custom_generate
 from pctree.decoder import SpeculativeDecoder
 from pctree.drafters import DSparkDrafter, load_drafter
 from pctree.errors import CheckpointError, PCTreeError, UsageError
@@ -24,6 +25,7 @@ __all__ = [
     "SpeculativeDecoder",
     "TargetModel",
     "UsageError",
+    "custom_generate",
     "grow_tree",
     "load_drafter",
 ]

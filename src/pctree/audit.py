@@ -64,19 +64,17 @@ class GreedyAudit:
         return counts
 
 
-def plain_scores(request: Request, decoder: SpeculativeDecoder) -> Tensor:
-    """The target's processed logits [n, V] for each emitted token of a finished request, from the model's own forward."""
+def plain_logits(request: Request, decoder: SpeculativeDecoder) -> Tensor:
+    """The target's logits [n, V] (float32) for each emitted token of a request, from the model's own forward."""
     ids = torch.tensor([[*request.prompt_ids, *request.token_ids]], device=decoder.target.device)
     count = len(request.token_ids)
     with torch.inference_mode():
-        logits = decoder.target.model(ids, use_cache=False, logits_to_keep=count + 1).logits[0, :-1].float()
-    if not request.processors:
-        return logits
-    # The emitted text is a tree of one branch.
-    branch = ids[0, len(request.prompt_ids) - 1 : -1]
-    depths = torch.arange(count, device=branch.device)
-    chain = torch.ones(count, count, dtype=torch.bool, device=branch.device).tril()
-    return request.processors(ids[0, : len(request.prompt_ids) - 1], branch, depths, chain, logits)
+        return decoder.target.model(ids, use_cache=False, logits_to_keep=count + 1).logits[0, :-1].float()
+
+
+def plain_scores(request: Request, decoder: SpeculativeDecoder) -> Tensor:
+    """The same, processed as the request asks."""
+    return request.process_emitted(plain_logits(request, decoder))
 
 
 def audit_greedy(

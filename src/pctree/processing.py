@@ -50,6 +50,10 @@ class CountPenalty(LogitsProcessor):
         return scores - self.presence * (counts > 0) - self.frequency * counts
 
 
+# What the drafter's logits can follow without the path.
+CHEAP = (RepetitionPenaltyLogitsProcessor, CountPenalty, LogitBias, TemperatureLogitsWarper)
+
+
 class Processors:
     """A request's processors: those that read the history (``paths``), then those that do not (``warpers``)."""
 
@@ -104,9 +108,7 @@ class Processors:
         penalties, the latter for the committed history alone. It decides what is drafted, never what is accepted.
         """
         params = self.params
-        cheap: Any = LogitsProcessorList(
-            p for p in self.paths if isinstance(p, (RepetitionPenaltyLogitsProcessor, CountPenalty, LogitBias))
-        )
+        cheap: Any = LogitsProcessorList(p for p in self.paths if isinstance(p, CHEAP))
         if not cheap and params.temperature in (0, 1):
             return None
 

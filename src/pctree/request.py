@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import StoppingCriteriaList
 
 from pctree.params import SamplingParams
 from pctree.processing import Processors, choose
@@ -42,6 +43,8 @@ class Request:
         self.text: str | None = None if tokenizer is None else ""
         self.finish_reason: str | None = None
         self.stats = Statistics()
+        self.prefix_ids: list[int] = []  # tokens that processors see before the prompt and the target does not: padding
+        self.stopping: StoppingCriteriaList | None = None  # further reasons to stop, asked after every token
         self.processors = Processors(params, len(self.prompt_ids), list(self.stop_ids), self.device)
         self.generator: torch.Generator | None = None
         if params.temperature:
@@ -55,7 +58,20 @@ class Request:
 
     def history(self) -> Tensor:
         """Committed tokens [L] before the next root."""
-        return torch.tensor([*self.prompt_ids, *self.token_ids][:-1], dtype=torch.long, device=self.device)
+        return self._ids([*self.prefix_ids, *self.prompt_ids, *self.token_ids][:-1])
+
+    def _ids(self, token_ids: list[int]) -> Tensor:
+        return torch.tensor(token_ids, dtype=torch.long, device=self.device)
+
+    def process_emitted(self, logits: Tensor) -> Tensor:
+        """Processed logits [n, V] of the n emitted tokens, which are a tree of one branch behind the prompt."""
+        if not self.processors:
+            return logits
+        count = len(self.token_ids)
+        branch = self._ids([self.prompt_ids[-1], *self.token_ids[:-1]])
+        chain = torch.ones(count, count, dtype=torch.bool, device=self.device).tril()
+        past = self._ids([*self.prefix_ids, *self.prompt_ids][:-1])
+        return self.processors(past, branch, torch.arange(count, device=self.device), chain, logits)
 
     def choose(self, tree: DraftTree, row: int, ancestor_mask: Tensor, logits: Tensor) -> Tensor:
         """The target's token [N] after each node of this request's row of the tree; ``logits`` [N, V]."""
@@ -72,8 +88,7 @@ class Request:
         """How the drafter's logits are reshaped for the next round; the root is part of the past by then."""
         if not self.processors:
             return None
-        history = torch.tensor([*self.prompt_ids, *self.token_ids], dtype=torch.long, device=self.device)
-        return self.processors.reshape(history)
+        return self.processors.reshape(self._ids([*self.prefix_ids, *self.prompt_ids, *self.token_ids]))
 
     # --- what is committed ------------------------------------------------------------------------------------------
 
@@ -92,6 +107,8 @@ class Request:
                 self.finish_reason, counted = "stop", index + 1
             elif len(self.token_ids) == self.limit:
                 self.finish_reason = "length"
+            elif self.stopping is not None and self._criteria_met(self.stopping):
+                self.finish_reason, counted = "stop", index + 1
             if self.finish_reason is not None:
                 break
         if self.tokenizer is not None and not self.params.stop_strings:
@@ -100,6 +117,10 @@ class Request:
             self.stats.acceptance_lengths.append(counted)
         self.stats.new_tokens = len(self.token_ids)
         return self.token_ids[before:]
+
+    def _criteria_met(self, criteria: StoppingCriteriaList) -> bool:
+        ids = self._ids([*self.prefix_ids, *self.prompt_ids, *self.token_ids])[None]
+        return bool(torch.as_tensor(criteria(ids, None)).any())
 
     def _decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
