@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pctree import DraftSettings, SpeculativeDecoder
+from pctree.methods import Block
 
 DRAFTERS = ("dspark_vanilla_b7", "dspark_gated_b7", "dspark_rnn_b7", "dspark_vanilla_b16", "dflash_b7")
 # How a tree is read, and the chain that reads the same distributions.
@@ -44,8 +45,8 @@ def load(golden: Path, name: str) -> tuple[SpeculativeDecoder, list[dict], float
 
 
 @torch.inference_mode()
-def first_block(decoder: SpeculativeDecoder, case: dict):
-    """Anchor, and hidden states and base logits of the block behind the prompt."""
+def first_block(decoder: SpeculativeDecoder, case: dict) -> Block:
+    """The block behind the prompt."""
     prompt = case["prompt_ids"]
     target, drafter = decoder.target, decoder.drafter
     cache = target.new_cache(1, len(prompt))
@@ -53,7 +54,7 @@ def first_block(decoder: SpeculativeDecoder, case: dict):
     anchor = logits.argmax(-1)
     context = drafter.new_cache(1, len(prompt))
     drafter.extend(context, features)
-    return anchor, *drafter.draft_block(context, anchor)
+    return Block(drafter, context, anchor, *drafter.draft_block(context, anchor))
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -61,7 +62,8 @@ def test_first_block(golden, name):
     decoder, cases, _ = load(golden, name)
     head, confidence = decoder.drafter.markov_head, decoder.drafter.confidence_head
     for case in cases:
-        anchor, hidden, base_logits = first_block(decoder, case)
+        block = first_block(decoder, case)
+        anchor, hidden, base_logits = block.anchors, block.hidden, block.logits
         assert anchor.tolist() == [case["anchor"]]
         for slot, key in ((0, "first_block_base_logits_row0"), (-1, "first_block_base_logits_last")):
             assert torch.allclose(base_logits[0, slot], torch.tensor(case[key]), atol=1e-4), key
@@ -87,7 +89,7 @@ def test_first_block(golden, name):
         else:
             assert confidences == pytest.approx(case["first_block_confidence"], abs=1e-4)
 
-        tree = decoder.settings.grow(decoder.drafter, hidden, base_logits, anchor)
+        tree = decoder.settings.grow(block)
         assert tree.token_ids[0].tolist() == [case["anchor"], *chain]
 
 
@@ -136,10 +138,10 @@ def test_exact_frontier_finds_what_the_capped_one_drops(golden):
     # Of one block, the exact frontier's nodes hold at least as much probability as those of any k.
     decoder, cases, _ = load(golden, "dspark_vanilla_b7")
     for case in cases:
-        anchor, hidden, base_logits = first_block(decoder, case)
-        exact = DraftSettings("pctree", frontier="exact").grow(decoder.drafter, hidden, base_logits, anchor)
+        block = first_block(decoder, case)
+        exact = DraftSettings("pctree", frontier="exact").grow(block)
         for k in (1, 2, 4, 8, 128):
-            capped = DraftSettings("pctree", top_k=k).grow(decoder.drafter, hidden, base_logits, anchor)
+            capped = DraftSettings("pctree", top_k=k).grow(block)
             assert exact.log_probs.exp().sum() >= capped.log_probs.exp().sum() - 1e-5
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,8 @@ from pctree.request import Request
 from pctree.scorers import Reshape
 from pctree.targets import KVCache, TargetModel
 from pctree.tree import DraftTree
+
+PREFILL_TOKENS = 4096  # most prompt tokens of several requests that are read in one forward
 
 
 class Batch:
@@ -52,23 +55,34 @@ class Batch:
         """Last committed tokens [R] of the running requests; the caches hold everything before them."""
         return self._anchors[: len(self.running)]
 
-    def admit(self, request: Request, *, reuse: bool) -> tuple[KVCache, KVCache | None, list[int]]:
-        """Give a request the next row: its caches (of one request each) and the prompt's tokens they do not hold yet.
+    def next_to_admit(self, waiting: deque[Request]) -> list[Request]:
+        """Take requests from the queue that can be read in one forward: prompts of one length, as many as have room."""
+        length = len(waiting[0].prompt_ids)
+        most = min(self.rows - len(self.running), max(1, PREFILL_TOKENS // length))
+        group = [waiting.popleft()]
+        while waiting and len(group) < most and len(waiting[0].prompt_ids) == length:
+            group.append(waiting.popleft())
+        return group
 
-        With ``reuse`` the row's old content is kept as far as it is a prefix of the prompt.
+    def admit(self, requests: list[Request], *, reuse: bool) -> tuple[KVCache, KVCache | None, Tensor]:
+        """Give requests the next rows: their part of the caches, and the prompts' tokens [R, L] they do not hold yet.
+
+        With ``reuse`` a single request's row keeps its old content as far as it is a prefix of the prompt.
         """
-        if len(request.prompt_ids) + request.limit > self.length:
-            raise UsageError(f"{len(request.prompt_ids) + request.limit} tokens do not fit a batch with length {self.length}")
+        for request in requests:
+            if len(request.prompt_ids) + request.limit > self.length:
+                needed = len(request.prompt_ids) + request.limit
+                raise UsageError(f"{needed} tokens do not fit a batch with length {self.length}; make it longer")
         row = len(self.running)
-        self.running.append(request)
+        self.running += requests
         # One token at least must be fed, since its logits are wanted.
-        kept = common_prefix(self.held[row], request.prompt_ids[:-1]) if reuse else 0
-        caches = [self._cache.narrow(row, 1), None if self._context is None else self._context.narrow(row, 1)]
-        for cache in caches:
-            if cache is not None:
-                cache.lengths.fill_(kept)
-        assert caches[0] is not None
-        return caches[0], caches[1], request.prompt_ids[kept:]
+        kept = common_prefix(self.held[row], requests[0].prompt_ids[:-1]) if reuse and len(requests) == 1 else 0
+        cache = self._cache.narrow(row, len(requests))
+        context = None if self._context is None else self._context.narrow(row, len(requests))
+        for part in (cache, context):
+            if part is not None:
+                part.lengths.fill_(kept)
+        return cache, context, torch.tensor([r.prompt_ids[kept:] for r in requests], device=self._anchors.device)
 
     def retire_finished(self) -> list[Request]:
         """Take finished requests out; what their rows hold is remembered."""

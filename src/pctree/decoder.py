@@ -187,12 +187,13 @@ class SpeculativeDecoder:
         stages_before: dict[int, dict[str, float]] = {}
         while waiting or batch.running:
             while waiting and batch.has_room:
-                request = waiting.popleft()
-                prefilled = self._prefill(request, batch, reuse=reuse)
-                request.stats.time_to_first_token_ms = 1e3 * (time.perf_counter() - began)
-                stages_before[id(request)] = clock.total_ms()
+                admitted = batch.next_to_admit(waiting)
+                prefilled = self._prefill(admitted, batch, reuse=reuse)
+                for request in admitted:
+                    request.stats.time_to_first_token_ms = 1e3 * (time.perf_counter() - began)
+                    stages_before[id(request)] = clock.total_ms()
                 batch.retire_finished()
-                yield request, prefilled
+                yield from zip(admitted, prefilled, strict=True)
             if batch.running:
                 # What the caller does between rounds is not ours to count.
                 round_began = time.perf_counter()
@@ -205,18 +206,18 @@ class SpeculativeDecoder:
                     request.stats.total_stage_ms = {stage: spent[stage] - before[stage] for stage in STAGES}
                 yield from zip(running, rounds, strict=True)
 
-    def _prefill(self, request: Request, batch: Batch, *, reuse: bool) -> Round:
-        """Read a prompt into the caches and take the target's first token."""
-        cache, context, unread = batch.admit(request, reuse=reuse)
-        token_ids = torch.tensor([unread], device=self.target.device)
+    def _prefill(self, requests: list[Request], batch: Batch, *, reuse: bool) -> list[Round]:
+        """Read prompts of one length into the caches and take the target's first tokens."""
+        cache, context, token_ids = batch.admit(requests, reuse=reuse)
         logits, features = self.target.prefill(cache, token_ids)
-        last = root_only(token_ids[0, -1:])
-        first = request.choose_first(last, logits)
-        batch.anchors[-1] = first
+        last = root_only(token_ids[:, -1])
+        first = [request.choose_first(last.row(row), logits[row : row + 1]) for row, request in enumerate(requests)]
+        anchors = batch.anchors[-len(requests) :]
+        anchors.copy_(torch.tensor(first))
         if context is not None:
             assert self.drafter is not None
-            self.drafter.extend(context, features, torch.cat([token_ids[:, 1:], batch.anchors[-1:, None]], dim=1))
-        return Round(last, [], request.commit([first]))
+            self.drafter.extend(context, features, torch.cat([token_ids[:, 1:], anchors[:, None]], dim=1))
+        return [Round(last.row(row), [], request.commit([first[row]])) for row, request in enumerate(requests)]
 
     def _round(self, batch: Batch, clock: StageClock) -> list[Round]:
         """Draft a block, grow a tree, verify it in one forward, commit the accepted path; for all running requests."""

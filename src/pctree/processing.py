@@ -7,7 +7,7 @@ is distributed as the target's own, whatever was drafted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -83,27 +83,29 @@ class Processors:
     def __bool__(self) -> bool:
         return bool(self.paths or self.warpers)
 
-    def __call__(self, history: Tensor, tokens: Tensor, depths: Tensor, ancestor_mask: Tensor, logits: Tensor) -> Tensor:
+    def __call__(
+        self, history: Callable[[], Tensor], tokens: Tensor, depths: Tensor, ancestor_mask: Tensor, logits: Tensor
+    ) -> Tensor:
         """Processed logits [N, V] (float32) of one request's nodes.
 
         Args:
-            history: committed token ids [L], without the root's.
+            history: gives the committed token ids [L], without the root's, if they are needed.
             tokens, depths: [N] of the nodes.
             ancestor_mask: bool [N, N].
             logits: [N, V].
         """
         scores = logits.float()
         if self.paths:
-            scores = scores.clone()
+            scores, committed = scores.clone(), history()
             # Nodes of one depth have histories of one length, so they go through the processors together.
             for depth in range(int(depths.max()) + 1):
                 nodes = (depths == depth).nonzero()[:, 0]
                 path = ancestor_mask[nodes].nonzero()[:, 1].view(len(nodes), depth + 1)  # parents stand first
-                past = torch.cat([history.expand(len(nodes), -1), tokens[path]], dim=1)
+                past = torch.cat([committed.expand(len(nodes), -1), tokens[path]], dim=1)
                 scores[nodes] = self.paths(past, scores[nodes])
         return self.warpers(tokens[:, None], scores) if self.warpers else scores
 
-    def reshape(self, history: Tensor) -> Reshape | None:
+    def reshape(self, history: Callable[[], Tensor]) -> Reshape | None:
         """How this request reshapes the drafter's logits [P, V], as far as that is cheap: the same temperature, bias and
         penalties, the latter for the committed history alone. It decides what is drafted, never what is accepted.
         """
@@ -112,9 +114,11 @@ class Processors:
         if not cheap and params.temperature in (0, 1):
             return None
 
+        committed = history() if cheap else None
+
         def apply(logits: Tensor) -> Tensor:
-            if cheap:
-                logits = cheap(history.expand(len(logits), -1), logits)
+            if committed is not None:
+                logits = cheap(committed.expand(len(logits), -1), logits)
             return logits / params.temperature if params.temperature else logits
 
         return apply

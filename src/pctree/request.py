@@ -70,13 +70,13 @@ class Request:
         count = len(self.token_ids)
         branch = self._ids([self.prompt_ids[-1], *self.token_ids[:-1]])
         chain = torch.ones(count, count, dtype=torch.bool, device=self.device).tril()
-        past = self._ids([*self.prefix_ids, *self.prompt_ids][:-1])
-        return self.processors(past, branch, torch.arange(count, device=self.device), chain, logits)
+        past = [*self.prefix_ids, *self.prompt_ids][:-1]
+        return self.processors(lambda: self._ids(past), branch, torch.arange(count, device=self.device), chain, logits)
 
     def choose(self, tree: DraftTree, row: int, ancestor_mask: Tensor, logits: Tensor) -> Tensor:
         """The target's token [N] after each node of this request's row of the tree; ``logits`` [N, V]."""
         if self.processors:
-            logits = self.processors(self.history(), tree.token_ids[row], tree.depths[row], ancestor_mask[row], logits)
+            logits = self.processors(self.history, tree.token_ids[row], tree.depths[row], ancestor_mask[row], logits)
         return choose(logits, self.params, self.generator)
 
     def choose_first(self, root: DraftTree, logits: Tensor) -> int:
@@ -88,7 +88,7 @@ class Request:
         """How the drafter's logits are reshaped for the next round; the root is part of the past by then."""
         if not self.processors:
             return None
-        return self.processors.reshape(self._ids([*self.prefix_ids, *self.prompt_ids, *self.token_ids]))
+        return self.processors.reshape(lambda: self._ids([*self.prefix_ids, *self.prompt_ids, *self.token_ids]))
 
     # --- what is committed ------------------------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ def read_conversations(data: Path, max_tokens: int) -> list[Conversation]:
     conversations: list[Conversation] = []
     offset = 0
     try:
-        lines = data.read_text().splitlines()
+        lines = data.read_text().rstrip("\n").split("\n")  # not splitlines(): text may hold other separators
     except OSError as error:
         raise UsageError(f"{data} cannot be read ({error.strerror}); write it with `pctree synth --output {data}`") from None
     for number, line in enumerate(lines, 1):

@@ -1,0 +1,92 @@
+"""The pair that ships with pctree, in float32, against transformers' own greedy decoding."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from pctree import PCTreeError, SpeculativeDecoder, smollm2
+
+pytestmark = pytest.mark.slow
+
+METHODS = ("ar", "dspark", "shared-markov", "pctree", "dflash", "ddtree")
+# Prompt, length limit, and after how many new tokens the stop token comes (None: only the target's own).
+CASES = [
+    ("What is gravity?", 24, None),
+    ("Write a Python function that adds two numbers.", 40, None),
+    ("List three fruits.", 30, 5),
+    ("Tom has 3 apples and buys 4 more. How many does he have?", 33, None),
+    ("Say hello.", 17, None),
+    ("Translate 'good morning' into French.", 20, 3),
+    ("Write a haiku about rain.", 25, None),
+    ("Explain photosynthesis in one sentence.", 31, None),
+    ("What is the capital of Italy?", 16, None),
+    ("Count from one to ten.", 36, 11),
+    ("Give me a recipe for pancakes.", 29, None),
+    ("Who wrote Hamlet?", 12, None),
+    ("def fibonacci(n):", 37, None),
+    ("Solve 2x + 3 = 11 for x.", 28, 7),
+    ("Write an email asking for a day off.", 35, None),
+    ("Why do cats purr?", 23, None),
+    ("Describe a sunset.", 1, None),
+    ("Name a prime number above 50.", 2, None),
+    ("Repeat the word 'blue' five times.", 26, 2),
+    ("What does HTTP stand for?", 18, None),
+    ("Hi", 13, 1),
+]
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        yield SpeculativeDecoder.from_pretrained(dtype="float32", device="cpu")
+    except PCTreeError as error:
+        pytest.skip(f"the pair is not here: {error}")
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(("prompt", "limit", "stop_after"), CASES)
+def test_tokens_equal_generate(decoder, prompt, limit, stop_after):
+    from pctree.prompts import encode_prompt
+
+    ids = torch.tensor([encode_prompt(decoder.tokenizer, prompt)])
+    model = decoder.target.model
+    options = {"do_sample": False, "max_new_tokens": limit, "attention_mask": torch.ones_like(ids)}
+    expected = model.generate(ids, **options)[0, ids.shape[1] :].tolist()
+    stop_ids = None
+    if stop_after is not None:
+        stop_ids = [*decoder.target.eos_token_ids, expected[min(stop_after, len(expected) - 1)]]
+        expected = model.generate(ids, eos_token_id=stop_ids, **options)[0, ids.shape[1] :].tolist()
+    for method in METHODS:
+        reader = decoder.with_settings(method=method)
+        result = reader.generate(prompt, max_new_tokens=limit, stop_token_ids=stop_ids)
+        assert result.token_ids == expected, method
+    exact = decoder.with_settings(frontier="exact", budget=24).generate(prompt, max_new_tokens=limit, stop_token_ids=stop_ids)
+    assert exact.token_ids == expected
+
+
+def test_the_tree_commits_more_than_the_chain(decoder):
+    """Not a benchmark: only that the shipped drafter is a drafter, and that branching and conditioning help it."""
+    lengths = {}
+    for method in ("dspark", "pctree"):
+        reader = decoder.with_settings(method=method)
+        done = [reader.generate(prompt, max_new_tokens=40).stats.acceptance_lengths for prompt, _, _ in CASES[:6]]
+        lengths[method] = sum(map(sum, done)) / sum(map(len, done))
+    assert 1.3 < lengths["dspark"] < lengths["pctree"]
+
+
+def test_the_drafter_travels_with_the_package():
+    folder = smollm2.drafter_path()
+    assert (folder / "model.safetensors").stat().st_size <= 45e6
+    assert (folder / "README.md").exists()
+
+
+def test_a_wrong_gguf_is_refused(tmp_path):
+    file = tmp_path / smollm2.GGUF
+    file.write_bytes(b"GGUF")
+    with pytest.raises(PCTreeError, match="SHA-256"):
+        smollm2._checked(file)
