@@ -189,7 +189,7 @@ def test_penalties_count_each_token_of_the_output_once():
 
 @pytest.mark.parametrize(
     "options",
-    [{"repetition_penalty": 1.7}, {"frequency_penalty": 1.5}, {"presence_penalty": 2.0}, {"logit_bias": {3: 4.0, 9: -2.0}},
+    [{"repetition_penalty": 1.7}, {"frequency_penalty": 1.5}, {"presence_penalty": 2.0}, {"logit_bias": {3: 14.0, 9: -2.0}},
      {"min_new_tokens": 12}],
 )  # fmt: skip
 def test_penalties_act_as_in_plain_decoding(options):
