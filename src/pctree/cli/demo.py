@@ -22,7 +22,7 @@ PROMPTS = {
     "Think step by step.",
     "code": "Write a Python function that returns the largest number in a list.",
     "a letter": "Write a short letter to a friend, inviting her to dinner on Saturday.",
-    "chat": "What should I see in Paris if I have only one day?",
+    "chat": "Hello! Can you tell me three interesting facts about the ocean?",
 }
 METHODS = ("ar", "dspark", "shared-markov", "pctree")
 LABELS = {"ar": "plain (ar)", "dspark": "DSpark chain", "shared-markov": "Shared-Markov tree", "pctree": "PCTree"}
@@ -53,7 +53,7 @@ def command(
     drafter: str = DRAFTER,
     top_k: int = typer.Option(4, help="Children per parent, and width of the frontier."),
     budget: int = typer.Option(32, help="Nodes sent to the target in a round, root included."),
-    max_new_tokens: int = typer.Option(96, help="Most tokens per prompt; half as many in the float32 check."),
+    max_new_tokens: int = typer.Option(64, help="Most tokens per prompt; half as many in the float32 check."),
     device: str = DEVICE,
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object at the end and nothing else."),
 ) -> None:
