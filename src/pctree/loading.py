@@ -41,6 +41,11 @@ def resolve_device(device: str) -> torch.device:
     return resolved
 
 
+def first_line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
 def local_folder(name: str, kind: str) -> Path:
     """The folder behind a name: a path, a model of the Hugging Face hub, or ``smollm2``."""
     if name == smollm2.NAME:
@@ -54,8 +59,9 @@ def local_folder(name: str, kind: str) -> Path:
         try:
             return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
         except Exception as error:  # the hub's client raises a different class for every cause
-            cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise CheckpointError(f"{kind} {name} is no folder here and the hub did not give it ({cause})") from None
+            raise CheckpointError(
+                f"{kind} {name} is no folder here and the hub did not give it ({first_line(error)})"
+            ) from None
     raise CheckpointError(f"{kind} {name} does not exist; give a folder, a hub name like owner/model, or {smollm2.NAME}")
 
 
@@ -67,8 +73,7 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrain
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     except Exception as error:  # safetensors, OS and value errors alike mean a folder that cannot be loaded
-        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"target {path} cannot be loaded ({cause})") from None
+        raise CheckpointError(f"target {path} cannot be loaded ({first_line(error)})") from None
     return model.to(device).eval()
 
 

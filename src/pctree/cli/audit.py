@@ -10,7 +10,7 @@ from typing import Any
 import typer
 from rich.table import Table
 
-from pctree.cli.common import DEVICE, DRAFTER, DTYPE, TARGET, err, out
+from pctree.cli.common import BUDGET, DEVICE, DRAFTER, DTYPE, TARGET, TOP_K, err, out
 from pctree.errors import UsageError
 
 EDGES = (1e-4, 1e-3, 1e-2, 0.0625, 0.125, 0.25, 0.5, 1.0)
@@ -26,8 +26,8 @@ def command(
     target: str = TARGET,
     drafter: str = DRAFTER,
     method: str = typer.Option("pctree", help="The method to audit; ar is audited beside it, as the yardstick."),
-    top_k: int = typer.Option(4, help="Children per parent, and width of a capped frontier."),
-    budget: int = typer.Option(32, help="Nodes sent to the target in a round, root included."),
+    top_k: int = TOP_K,
+    budget: int = BUDGET,
     frontier: str = typer.Option("capped", help="capped or exact."),
     prompts: Path = typer.Option(None, help="A file with one prompt a line. [default: four of our own]"),
     max_new_tokens: int = typer.Option(128, help="Most tokens per prompt."),

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import typer
 
-from pctree.cli.common import DEVICE, DRAFTER, DTYPE, TARGET, err, given
+from pctree.cli.common import BUDGET, DEVICE, DRAFTER, DTYPE, METHOD, TARGET, TOP_K, err, given
 
 
 def command(
     target: str = TARGET,
     drafter: str = DRAFTER,
-    method: str = typer.Option("pctree", help="ar, dspark, shared-markov, pctree, dflash, ddtree or eagle3."),
-    top_k: int = typer.Option(4, help="Children per parent, and width of a capped frontier."),
-    budget: int = typer.Option(32, help="Nodes sent to the target in a round, root included."),
+    method: str = METHOD,
+    top_k: int = TOP_K,
+    budget: int = BUDGET,
     system: str = typer.Option(None, help="A system message."),
     max_new_tokens: int = typer.Option(512, help="Most tokens per answer."),
     max_length: int = typer.Option(4096, help="Most tokens of the whole conversation."),

@@ -20,6 +20,9 @@ err = Console(stderr=True, highlight=False)
 
 TARGET = typer.Option("smollm2", help="Target model: a folder, a hub name, or smollm2 (the pair that comes with pctree).")
 DRAFTER = typer.Option("smollm2", help="Drafter: a folder or hub name (DSpark or DFlash), or smollm2.")
+METHOD = typer.Option("pctree", help="ar, dspark, shared-markov, pctree, dflash, ddtree or eagle3.")
+TOP_K = typer.Option(4, help="Children per parent, and width of a capped frontier.")
+BUDGET = typer.Option(32, help="Nodes sent to the target in a round, root included.")
 DTYPE = typer.Option("auto", help="auto (bfloat16), bfloat16, float16 or float32. Only float32 is exact to the last bit.")
 DEVICE = typer.Option("auto", help="auto (CUDA where there is one), cpu, cuda or cuda:N.")
 

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pctree.cli.common import DEVICE, DRAFTER, TARGET, err, out
+from pctree.cli.common import BUDGET, DEVICE, DRAFTER, TARGET, err, out
 
 if TYPE_CHECKING:
     from pctree.decoder import SpeculativeDecoder
@@ -52,7 +52,7 @@ def command(
     target: str = TARGET,
     drafter: str = DRAFTER,
     top_k: int = typer.Option(4, help="Children per parent, and width of the frontier."),
-    budget: int = typer.Option(32, help="Nodes sent to the target in a round, root included."),
+    budget: int = BUDGET,
     max_new_tokens: int = typer.Option(64, help="Most tokens per prompt; half as many in the float32 check."),
     device: str = DEVICE,
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object at the end and nothing else."),

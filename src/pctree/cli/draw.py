@@ -27,12 +27,9 @@ def draw_round(number: int, done: Round, show: Callable[[int], str]) -> Tree:
         children[parents[node]].append(node)
 
     def fill(branch: Tree, node: int) -> None:
-        if node == done.path[-1]:
-            bonus = (
-                Text(f"★ {show(done.token_ids[len(done.path) - 1])}", BONUS) if len(done.token_ids) >= len(done.path) else None
-            )
-            if bonus is not None:
-                branch.add(bonus.append("  the target's own token", "dim"))
+        if node == done.path[-1] and len(done.token_ids) >= len(done.path):  # the length limit may have cut the bonus token
+            bonus = Text(f"★ {show(done.token_ids[len(done.path) - 1])}", BONUS)
+            branch.add(bonus.append("  the target's own token", "dim"))
         for child in children[node]:
             run = [child]
             taken = child in accepted

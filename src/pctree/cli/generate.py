@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from pctree.cli.common import DEVICE, DRAFTER, DTYPE, TARGET, err, given, out
+from pctree.cli.common import BUDGET, DEVICE, DRAFTER, DTYPE, METHOD, TARGET, TOP_K, err, given, out
 from pctree.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def command(
     target: str = TARGET,
     drafter: str = DRAFTER,
-    method: str = typer.Option("pctree", help="ar, dspark, shared-markov, pctree, dflash, ddtree or eagle3."),
-    top_k: int = typer.Option(4, help="Children per parent, and width of a capped frontier."),
-    budget: int = typer.Option(32, help="Nodes sent to the target in a round, root included."),
+    method: str = METHOD,
+    top_k: int = TOP_K,
+    budget: int = BUDGET,
     frontier: str = typer.Option("capped", help="capped: the top-k best nodes of a layer grow; exact: all that can matter."),
     prompt: str = typer.Option(None, help="The prompt. Without any of the three, it is read from standard input."),
     prompt_file: Path = typer.Option(None, help="A file that holds the prompt."),
