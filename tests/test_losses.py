@@ -11,7 +11,7 @@ from torch import Tensor
 from pctree.train import losses
 from pctree.train.losses import DistillationLoss, Teacher
 
-CE, L1 = 0.1, 0.9
+CE, L1, SOFT = 0.1, 0.9, 0.3
 
 
 def inputs(n: int, vocab: int, k: int, seed: int, *, hidden: int = 6, rank: int = 3, beyond: float = 0.2):
@@ -31,7 +31,7 @@ def inputs(n: int, vocab: int, k: int, seed: int, *, hidden: int = 6, rank: int 
     return leaves, normal(vocab, hidden), Teacher(top.indices, top.values, labels), weights
 
 
-def oracle(leaves: list[Tensor], head: Tensor, teacher: Teacher, weights: Tensor, ce: float, l1: float):
+def oracle(leaves: list[Tensor], head: Tensor, teacher: Teacher, weights: Tensor, ce: float, l1: float, soft: float):
     """The documented loss, a row at a time: tokens that the teacher names one by one, all others as one lump."""
     hidden, latent, w2 = (leaf.double().requires_grad_() for leaf in leaves)
     q_all = (hidden @ head.double().T + latent @ w2.T).softmax(-1)
@@ -41,15 +41,16 @@ def oracle(leaves: list[Tensor], head: Tensor, teacher: Teacher, weights: Tensor
         p = p[p > 0]
         distance = (q[named] - p).abs().sum() + ((1 - q[named].sum()) - (1 - p.sum())).abs()
         nll = -q[label].log() if label >= 0 else 0.0
-        losses_.append(weight.double() * (l1 * distance + ce * nll))
+        soft_nll = -(p * q[named].log()).sum()
+        losses_.append(weight.double() * (l1 * distance + ce * nll + soft * soft_nll))
         distances.append(distance)
     return sum(losses_), torch.stack(distances), q_all, (hidden, latent, w2)
 
 
-def compare(leaves, head, teacher, weights, ce=CE, l1=L1) -> None:
+def compare(leaves, head, teacher, weights, ce=CE, l1=L1, soft=SOFT) -> None:
     mine = [leaf.clone().requires_grad_() for leaf in leaves]
-    loss, distances, matches = DistillationLoss.apply(*mine, head, teacher, weights, ce, l1)
-    expected, expected_distances, q_all, theirs = oracle(leaves, head, teacher, weights, ce, l1)
+    loss, distances, matches = DistillationLoss.apply(*mine, head, teacher, weights, ce, l1, soft)
+    expected, expected_distances, q_all, theirs = oracle(leaves, head, teacher, weights, ce, l1, soft)
     assert torch.allclose(loss.double(), expected, atol=1e-4, rtol=1e-5)
     assert torch.allclose(distances.double(), expected_distances, atol=1e-5)
     assert matches.tolist() == (q_all.argmax(-1) == teacher.ids[:, 0]).tolist()
@@ -61,10 +62,11 @@ def compare(leaves, head, teacher, weights, ce=CE, l1=L1) -> None:
 
 @given(
     n=st.integers(1, 12), vocab=st.integers(3, 20), k=st.integers(1, 20), beyond=st.sampled_from([0.0, 0.3]),
-    ce=st.sampled_from([0.0, 0.1, 1.0]), l1=st.sampled_from([0.0, 0.9]), seed=st.integers(0, 10**6),
+    ce=st.sampled_from([0.0, 0.1, 1.0]), l1=st.sampled_from([0.0, 0.9]), soft=st.sampled_from([0.0, 1.0]),
+    seed=st.integers(0, 10**6),
 )  # fmt: skip
-def test_gradients_are_those_of_autograd(n, vocab, k, beyond, ce, l1, seed):
-    compare(*inputs(n, vocab, min(k, vocab), seed, beyond=beyond), ce=ce, l1=l1)
+def test_gradients_are_those_of_autograd(n, vocab, k, beyond, ce, l1, soft, seed):
+    compare(*inputs(n, vocab, min(k, vocab), seed, beyond=beyond), ce=ce, l1=l1, soft=soft)
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 5, 7, 100])
@@ -77,7 +79,7 @@ def test_chunks_do_not_show(chunk, monkeypatch):
 def test_a_teacher_that_names_all_tokens_gives_the_dense_loss(seed):
     leaves, head, teacher, weights = inputs(9, 13, 13, seed, beyond=0.0)
     mine = [leaf.clone().requires_grad_() for leaf in leaves]
-    loss, distances, _ = DistillationLoss.apply(*mine, head, teacher, weights, CE, L1)
+    loss, distances, _ = DistillationLoss.apply(*mine, head, teacher, weights, CE, L1, 0.0)
 
     dense_p = torch.zeros(9, 13, dtype=torch.float64).scatter_(1, teacher.ids, teacher.probs.double())
     hidden, latent, w2 = theirs = [leaf.double().requires_grad_() for leaf in leaves]
@@ -108,7 +110,7 @@ def test_rows_without_label_learn_from_the_teacher_alone():
     leaves, head, teacher, weights = inputs(6, 10, 4, seed=4)
     teacher.labels[:] = -1
     compare(leaves, head, teacher, weights)
-    loss = DistillationLoss.apply(*leaves, head, teacher, weights, CE, 0.0)[0]
+    loss = DistillationLoss.apply(*leaves, head, teacher, weights, CE, 0.0, 0.0)[0]
     assert float(loss) == 0.0
 
 
@@ -117,7 +119,7 @@ def test_rows_of_zero_weight_have_no_gradient():
     weights[:] = torch.tensor([0.0, 1.0, 0.0, 0.5, 0.0, 2.0])
     compare(leaves, head, teacher, weights)
     mine = [leaf.clone().requires_grad_() for leaf in leaves]
-    DistillationLoss.apply(*mine, head, teacher, weights, CE, L1)[0].backward()
+    DistillationLoss.apply(*mine, head, teacher, weights, CE, L1, 0.0)[0].backward()
     assert not mine[0].grad[::2].any()
     assert not mine[1].grad[::2].any()
     assert mine[0].grad[1::2].any()
@@ -129,9 +131,9 @@ def test_distances_lie_between_zero_and_two():
     logits = torch.full((12, 10), -30.0).scatter_(1, teacher.ids[:, :1], 30.0)
     teacher.probs[:] = torch.tensor([1.0, 0.0, 0.0, 0.0])
     identity = torch.eye(10)
-    _, distances, matches = DistillationLoss.apply(logits, leaves[1], 0 * leaves[2], identity, teacher, weights, CE, L1)
+    _, distances, matches = DistillationLoss.apply(logits, leaves[1], 0 * leaves[2], identity, teacher, weights, CE, L1, 0.0)
     assert torch.allclose(distances, torch.zeros(12), atol=1e-5)
     assert matches.all()
-    _, distances, matches = DistillationLoss.apply(-logits, leaves[1], 0 * leaves[2], identity, teacher, weights, CE, L1)
+    _, distances, matches = DistillationLoss.apply(-logits, leaves[1], 0 * leaves[2], identity, teacher, weights, CE, L1, 0.0)
     assert torch.allclose(distances, torch.full((12,), 2.0), atol=1e-5)
     assert not matches.any()

@@ -11,18 +11,14 @@ import torch
 from byte_tokenizer import byte_tokenizer
 
 from pctree import TargetModel, UsageError
+from pctree.scorers import EagleScorer
 from pctree.train.batches import Batcher, block_weights, held_out, vocabulary
+from pctree.train.config import TrainConfig, default_layer_ids
 from pctree.train.features import Conversation, feature_store, read_conversations
+from pctree.train.forward import markov_latents, step_loss, training_hidden
+from pctree.train.initial import initialise_from_target, new_drafter
 from pctree.train.synth import Opening, SynthConfig, count_written, sample, synthesize
-from pctree.train.trainer import (
-    TrainConfig,
-    Trainer,
-    default_layer_ids,
-    markov_latents,
-    new_drafter,
-    step_loss,
-    training_hidden,
-)
+from pctree.train.trainer import Trainer
 
 LAYER_IDS = [0, 1]
 
@@ -170,6 +166,33 @@ def test_training_sees_what_decoding_sees(model, data, tmp_path, head):
                 torch.testing.assert_close(latents[row, column, slot], latent[0, 0], atol=1e-4, rtol=1e-4)
 
 
+def test_the_training_time_test_of_eagle3_is_its_decoding(model, data, tmp_path):
+    """Every step's state equals the one that drafting along the true text gives, one token at a time."""
+    target = TargetModel(model, LAYER_IDS)
+    store = feature_store(target, data, tmp_path / "f")
+    store.features = store.features.float()
+    drafter = new_drafter(TrainConfig.from_dict({"algorithm": "eagle3", "block_size": 4}), target)
+    tiny.randomise(drafter, 9, std=0.35)
+    drafter.share(target.embed_tokens, target.lm_head)
+    picked = [(0, [9, 12, 25]), (3, [10, 21])]
+    batch = batch_of(store, picked)
+    logits = target.lm_head(training_hidden(drafter, batch)).view(2, 3, 4, -1)
+    for row, (index, anchors) in enumerate(picked):
+        conversation = store.conversations[index]
+        ids = conversation.token_ids
+        for column, anchor in enumerate(anchors):
+            cache = drafter.new_cache(1, 64, 8)
+            features = store.features[conversation.offset : conversation.offset + anchor][None]
+            drafter.extend(cache, features, torch.tensor([ids[1 : anchor + 1]]))
+            scorer = EagleScorer(drafter, cache, *drafter.draft_block(cache, torch.tensor([ids[anchor]])))
+            state = scorer.initial_state()
+            for step in range(4):
+                if not batch.weights[row, column, step]:
+                    break
+                expected, state = scorer.score(step, torch.tensor([[ids[anchor + step]]]), state)
+                torch.testing.assert_close(logits[row, column, step].log_softmax(-1), expected[0, 0], atol=1e-4, rtol=1e-4)
+
+
 def test_conversations_in_a_batch_do_not_mix(model, data, tmp_path):
     target = TargetModel(model, LAYER_IDS)
     store = feature_store(target, data, tmp_path / "f")
@@ -223,13 +246,14 @@ def test_a_run_is_not_resumed_with_other_settings(bfloat16_target, data, tmp_pat
         Trainer(bfloat16_target, store, TrainConfig.from_dict(CONFIG | {"learning_rate": 1e-3}), tmp_path / "run")
 
 
-@pytest.mark.parametrize("rank", [8, 0])
-def test_training_learns_and_exports(bfloat16_target, data, tmp_path, rank):
+@pytest.mark.parametrize(("algorithm", "method"), [("dspark", "pctree"), ("dflash", "ddtree"), ("eagle3", "eagle3")])
+def test_training_learns_and_exports(bfloat16_target, data, tmp_path, algorithm, method):
     """Twelve conversations of noise can only be learnt by heart; some of that is done in 200 steps. The export decodes."""
     from pctree import DraftSettings, SpeculativeDecoder, load_drafter
 
     store = feature_store(bfloat16_target, data, tmp_path / "f")
-    config = TrainConfig.from_dict(CONFIG | {"steps": 200, "markov_rank": rank, "learning_rate": 1e-2})
+    own = {"dspark": {}, "dflash": {"markov_rank": 0}, "eagle3": {"markov_rank": 0, "layers": 1}}[algorithm]
+    config = TrainConfig.from_dict(CONFIG | {"algorithm": algorithm, "steps": 200, "learning_rate": 1e-2} | own)
     trainer = Trainer(bfloat16_target, store, config, tmp_path / "run")
     before = trainer.train_step().loss
     results = []
@@ -241,15 +265,13 @@ def test_training_learns_and_exports(bfloat16_target, data, tmp_path, rank):
     assert drafter.lm_head is None  # the frozen copies are left out
     assert drafter.config.target_layer_ids == LAYER_IDS
     drafter.share(bfloat16_target.embed_tokens, bfloat16_target.lm_head)
-    settings = DraftSettings("pctree" if rank else "ddtree", budget=8)
+    settings = DraftSettings(method, budget=8)
     assert SpeculativeDecoder(bfloat16_target, drafter, settings=settings).generate([5, 6, 7], max_new_tokens=9).token_ids
 
 
 def test_a_new_drafter_starts_from_the_target(bfloat16_target):
     drafter = new_drafter(TrainConfig(layers=2), bfloat16_target)
     assert not drafter.markov_head.markov_w2.weight.any()
-    from pctree.train.trainer import initialise_from_target
-
     initialise_from_target(drafter, bfloat16_target, torch.tensor([tiny.prompt(1, 20, 260)]))
     theirs, mine = bfloat16_target.layers[-1].self_attn, drafter.layers[-1].self_attn
     torch.testing.assert_close(mine.o_proj.weight.to(torch.bfloat16), theirs.o_proj.weight)
@@ -284,7 +306,19 @@ def test_bad_data_is_named(tmp_path, line, message):
         read_conversations(file, 100)
 
 
-@pytest.mark.parametrize("change", [{"steps": 0}, {"learning_rate": 0.0}, {"held_out": 1.0}, {"colour": 1}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"steps": 0},
+        {"learning_rate": 0.0},
+        {"held_out": 1.0},
+        {"colour": 1},
+        {"algorithm": "eagle"},
+        {"markov_rank": 8, "algorithm": "dflash"},
+        {"layers": 2, "algorithm": "eagle3"},
+        {"ce_weight": -1.0},
+    ],
+)
 def test_bad_settings_are_named(change):
     with pytest.raises(UsageError, match=next(iter(change))):
         TrainConfig.from_dict(change)

@@ -1,4 +1,4 @@
-"""``pctree train``: train a DSpark drafter for a target."""
+"""``pctree train``: train a drafter for a target."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ def command(
     target: str = TARGET,
     device: str = DEVICE,
     features: Path = typer.Option(None, help="Where the target's features are kept. [default: DATA.features]"),
-    layers: int = typer.Option(None, help="Layers of the drafter. [default: 3]"),
-    block_size: int = typer.Option(None, help="Tokens drafted at once, B. [default: 7]"),
-    markov_rank: int = typer.Option(None, help="Rank of the Markov head; 0 trains DFlash. [default: 64]"),
+    algorithm: str = typer.Option(None, help="dspark, dflash or eagle3, each with DeepSpec's recipe. [default: dspark]"),
+    layers: int = typer.Option(None, help="Layers of the drafter. [default: 3; eagle3: 1]"),
+    block_size: int = typer.Option(None, help="Tokens drafted at once, B; eagle3: steps that are trained. [default: 7]"),
+    markov_rank: int = typer.Option(None, help="Rank of DSpark's Markov head. [default: 64]"),
     markov_head_type: str = typer.Option(None, help="vanilla, gated or rnn. [default: vanilla]"),
     steps: int = typer.Option(None, help="Optimizer steps. [default: 5000]"),
     sequences: int = typer.Option(None, help="Conversations a step. [default: 8]"),
@@ -36,11 +37,13 @@ def command(
 
     [bold]pctree train --data data.jsonl --output runs/first --steps 2000[/bold]
     """
-    from pctree.train.trainer import Progress, TrainConfig, Trainer, default_layer_ids
+    from pctree.train.config import TrainConfig, default_layer_ids
+    from pctree.train.trainer import Progress, Trainer
 
     settings = read_yaml(config) | given(
-        layers=layers, block_size=block_size, markov_rank=markov_rank, markov_head_type=markov_head_type, steps=steps,
-        sequences=sequences, anchors=anchors, learning_rate=learning_rate, seed=seed)  # fmt: skip
+        algorithm=algorithm, layers=layers, block_size=block_size, markov_rank=markov_rank,
+        markov_head_type=markov_head_type, steps=steps, sequences=sequences, anchors=anchors,
+        learning_rate=learning_rate, seed=seed)  # fmt: skip
     chosen = TrainConfig.from_dict(settings)
 
     from pctree.loading import load_pair

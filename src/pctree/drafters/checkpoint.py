@@ -105,15 +105,21 @@ def load_drafter(path: Path, *, dtype: torch.dtype = torch.float32, device: torc
     return drafter.requires_grad_(False).eval()
 
 
-def save_drafter(drafter: DSparkDrafter, path: Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write ``config.json`` and ``model.safetensors`` without the frozen copies of the target's embeddings and head."""
+def save_drafter(drafter: DSparkDrafter | Eagle3Drafter, path: Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write ``config.json`` and ``model.safetensors`` in DeepSpec's layout, without the frozen copies of the target's
+    embeddings and head.
+    """
     config = drafter.config
-    if config.mask_filling or config.autoregressive:
+    if config.mask_filling:
         raise CheckpointError(f"a {config.layout} drafter reads its block in another way, which this layout cannot say")
+    if config.autoregressive:
+        own = {"architectures": ["Qwen3Eagle3Model"], "ttt_length": config.block_size, "draft_num_hidden_layers": 1,
+               "num_target_layers": config.num_target_layers, "target_layer_ids": config.target_layer_ids}  # fmt: skip
+    else:
+        own = {"architectures": ["Qwen3DSparkModel"], **{key: getattr(config, key) for key in DEEPSPEC_KEYS}}
     raw = {
         **config.backbone.to_diff_dict(),
-        **{key: getattr(config, key) for key in DEEPSPEC_KEYS},
-        "architectures": ["Qwen3DSparkModel"],
+        **own,
         "model_type": "qwen3",
         "dtype": str(dtype).removeprefix("torch."),
     }

@@ -18,6 +18,7 @@ class Batch:
     """S conversations with A blocks of B slots each, n = S·A·B supervised rows."""
 
     features: Tensor  # [S, L, m·H]: context, padded at the end
+    next_ids: Tensor  # [S, L]: the token that follows each row of the context
     anchors: Tensor  # [S, A]: positions of the anchor tokens
     anchor_ids: Tensor  # [S, A]
     previous: Tensor  # [S, A, B]: the true token before each predicted one
@@ -98,10 +99,12 @@ class Batcher:
         most = max(len(anchors) for _, anchors in picked)
         longest = max(anchors[-1] for _, anchors in picked)
         features = torch.zeros(len(picked), longest, store.features.shape[1], dtype=store.features.dtype)
+        next_ids = torch.zeros(len(picked), longest, dtype=torch.long)
         rows, tokens, weights, all_anchors = [], [], [], []
         for i, (conversation, anchors) in enumerate(picked):
             context = anchors[-1]
             features[i, :context] = store.features[conversation.offset : conversation.offset + context]
+            next_ids[i, :context] = torch.tensor(conversation.token_ids[1 : context + 1])
             padded = anchors + anchors[-1:] * (most - len(anchors))
             all_anchors.append(padded)
             for j, anchor in enumerate(padded):
@@ -120,6 +123,7 @@ class Batcher:
         labels = self.to_loss_vocab[token[:, 1:].flatten()]
         return Batch(
             features=features,
+            next_ids=next_ids,
             anchors=torch.tensor(all_anchors),
             anchor_ids=token[:, 0].view(shape[:2]),
             previous=token[:, :-1].reshape(shape),

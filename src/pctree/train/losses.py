@@ -1,4 +1,4 @@
-"""DeepSpec's loss: 0.1·cross-entropy + 0.9·‖p_draft - p_target‖₁, and the confidence head's target 1 - ½‖·‖₁."""
+"""DeepSpec's losses: cross-entropy against the text or the target's distribution, and ‖p_draft - p_target‖₁."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ class Teacher:
 
 
 class DistillationLoss(torch.autograd.Function):
-    """Σ weights · (ce·CE + l1·L1) of logits ``hidden · headᵀ + latent · w2ᵀ`` [n, V'], and L1 [n] by itself.
+    """Σ weights · (ce·CE + l1·L1 + soft·SCE) of logits ``hidden · headᵀ + latent · w2ᵀ`` [n, V'], and L1 [n] by itself.
+
+    CE is against the labels; SCE = -Σ p log q over the tokens that the teacher names.
 
     The logits exist a chunk at a time: their gradient has a closed form, so it is taken in the forward and carried at
     once to ``hidden`` [n, H], ``latent`` [n, r] and ``w2`` [V', r]. ``head`` [V', H] is frozen.
     """
 
     @staticmethod
-    def forward(ctx, hidden, latent, w2, head, teacher: Teacher, weights, ce: float, l1: float):
+    def forward(ctx, hidden, latent, w2, head, teacher: Teacher, weights, ce: float, l1: float, soft: float):
         grad_hidden, grad_latent = torch.zeros_like(hidden), torch.zeros_like(latent)
         grad_w2 = torch.zeros(w2.shape, dtype=torch.float32, device=w2.device)
         loss = torch.zeros((), device=hidden.device)
@@ -53,13 +55,14 @@ class DistillationLoss(torch.autograd.Function):
             distances[part] = distance
             label_q = q_all.gather(1, labels.clamp_min(0)[:, None]).float()
             nll = -label_q.clamp_min(1e-12).log()[:, 0] * known
-            loss += (weight[:, 0] * (l1 * distance + ce * nll)).sum()
+            soft_nll = -(p * q.clamp_min(1e-12).log()).sum(-1)
+            loss += (weight[:, 0] * (l1 * distance + ce * nll + soft * soft_nll)).sum()
             # d|q-p|/dq is a sign; through the softmax, dz = q ⊙ (g - Σ q g). All but K entries share the rest's sign.
             sign, rest_sign = (q - p).sign() * (p > 0), rest.sign()
             mean = (q * sign).sum(-1, keepdim=True) + rest_sign * (1 - q.sum(-1, keepdim=True))
-            scale = weight * (l1 * (rest_sign - mean) + ce * known[:, None])
+            scale = weight * (l1 * (rest_sign - mean) + ce * known[:, None] + soft * p.sum(-1, keepdim=True))
             grad = q_all.mul_(scale.to(q_all.dtype))
-            grad.scatter_add_(1, ids, (weight * l1 * q * (sign - rest_sign)).to(grad.dtype))
+            grad.scatter_add_(1, ids, (weight * (l1 * q * (sign - rest_sign) - soft * p)).to(grad.dtype))
             grad.scatter_add_(1, labels.clamp_min(0)[:, None], (-weight * ce * known[:, None]).to(grad.dtype))
             grad_hidden[part] = grad @ head
             grad_latent[part] = grad @ w2
@@ -70,4 +73,4 @@ class DistillationLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_loss, *unused):
-        return (*(grad_loss * grad for grad in ctx.saved_tensors), None, None, None, None, None)
+        return (*(grad_loss * grad for grad in ctx.saved_tensors), None, None, None, None, None, None)
