@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import random
+
 import tiny
 import torch
 from byte_tokenizer import byte_tokenizer
@@ -96,23 +99,37 @@ def test_a_conversation_reads_only_what_is_new_and_answers_as_if_it_read_all(mon
     assert edited.token_ids == reader.generate(list(chat.messages[:-1]), max_new_tokens=12).token_ids
 
 
+def live_tensor_bytes() -> int:
+    """Bytes of all tensors that anything still refers to."""
+    gc.collect()
+    return sum(o.numel() * o.element_size() for o in gc.get_objects() if issubclass(type(o), torch.Tensor))
+
+
 def test_cancelled_and_edited_requests_leave_no_trace():
+    """500 rounds of streams dropped anywhere, batches dropped anywhere, and messages deleted or rewritten."""
     reader = text_decoder()
     expected = reader.generate([5, 6, 7], max_new_tokens=10).token_ids
     chat = reader.chat(max_length=300)
     first = chat.send("Hi", max_new_tokens=8).token_ids
-    generator = torch.Generator().manual_seed(0)
-    held = None
-    for _ in range(60):
-        stream = chat.stream("x" * int(torch.randint(1, 9, (), generator=generator)), max_new_tokens=8)
-        for _ in range(int(torch.randint(0, 4, (), generator=generator))):
+    draw = random.Random(0)
+    before = None
+    for number in range(500):
+        if draw.random() < 0.8:
+            stream = chat.stream("x" * draw.randint(1, 8), max_new_tokens=8)
+        else:
+            prompts = [tiny.prompt(draw.randint(0, 99), draw.randint(2, 9), 260) for _ in range(draw.randint(1, 3))]
+            stream = reader.decode([reader.request(ids, max_new_tokens=8) for ids in prompts], max_batch_size=2)
+        for _ in range(draw.randint(0, 4)):
             next(stream, None)
         stream.close()
-        del chat.messages[int(torch.randint(0, 3, (), generator=generator)) :]
-        size = sum(t.numel() for t in (chat._batch._cache.keys, chat._batch._context.keys))
-        assert held in (None, size)
-        held = size
         assert not chat._batch.running
+        if chat.messages and draw.random() < 0.5:
+            draw.choice(chat.messages)["content"] = "y" * draw.randint(1, 8)
+        del chat.messages[draw.randint(0, 3) :]
+        if number % 100 == 99:
+            held = live_tensor_bytes()
+            assert before in (None, held)
+            before = held
     chat.messages.clear()
     assert chat.send("Hi", max_new_tokens=8).token_ids == first
     assert reader.generate([5, 6, 7], max_new_tokens=10).token_ids == expected
