@@ -8,7 +8,7 @@ Sampling: a chi-square test of the first two tokens over many seeds against thei
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -78,9 +78,14 @@ def plain_scores(request: Request, decoder: SpeculativeDecoder) -> Tensor:
 
 
 def audit_greedy(
-    decoder: SpeculativeDecoder, prompts: Sequence[Any], params: SamplingParams, *, max_batch_size: int = 1
+    decoder: SpeculativeDecoder,
+    prompts: Sequence[Any],
+    params: SamplingParams,
+    *,
+    max_batch_size: int = 1,
+    progress: Callable[[], None] = lambda: None,
 ) -> GreedyAudit:
-    """Decode the prompts and compare every token with the argmax of a plain forward.
+    """Decode the prompts and compare every token with the argmax of a plain forward; ``progress`` hears of each prompt.
 
     Raises:
         UsageError: the parameters sample.
@@ -89,8 +94,9 @@ def audit_greedy(
         raise UsageError(f"temperature is {params.temperature}; the greedy audit needs 0, sampling has its own")
     found = GreedyAudit(decoder.settings.method)
     requests = [decoder.request(prompt, params) for prompt in prompts]
-    for _ in decoder.decode(requests, max_batch_size=max_batch_size):
-        pass
+    for request, _ in decoder.decode(requests, max_batch_size=max_batch_size):
+        if request.finish_reason is not None:
+            progress()
     for number, request in enumerate(requests):
         scores = plain_scores(request, decoder)
         emitted = torch.tensor(request.token_ids, device=scores.device)

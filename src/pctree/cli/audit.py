@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import typer
 from rich.table import Table
 
-from pctree.cli.common import BUDGET, DEVICE, DRAFTER, DTYPE, TARGET, TOP_K, err, out
+from pctree.cli.common import BUDGET, DEVICE, DRAFTER, DTYPE, TARGET, TOP_K, err, out, progress_bar
 from pctree.errors import UsageError
 
 EDGES = (1e-4, 1e-3, 1e-2, 0.0625, 0.125, 0.25, 0.5, 1.0)
@@ -29,11 +30,13 @@ def command(
     top_k: int = TOP_K,
     budget: int = BUDGET,
     frontier: str = typer.Option("capped", help="capped or exact."),
-    prompts: Path = typer.Option(None, help="A file with one prompt a line. [default: four of our own]"),
+    prompts: Path = typer.Option(None, help="Prompts: text, one a line, or a .jsonl task. [default: four of our own]"),
+    limit: int = typer.Option(None, help="Take the first so many prompts."),
     max_new_tokens: int = typer.Option(128, help="Most tokens per prompt."),
     temperature: float = typer.Option(0.0, help="0 audits greedy decoding; above, sampling."),
     top_p: float = typer.Option(1.0, help="Sample among the likeliest tokens with this much probability together."),
     repetition_penalty: float = typer.Option(1.0, help="Penalty on tokens of prompt and output; 1 is none."),
+    max_batch_size: int = typer.Option(1, help="Prompts decoded together, when greedy."),
     draws: int = typer.Option(2000, help="Seeds per prompt, when sampling."),
     seed: int = typer.Option(0, help="The first seed, when sampling."),
     dtype: str = DTYPE,
@@ -48,7 +51,7 @@ def command(
     """
     from pctree import SamplingParams, SpeculativeDecoder
 
-    texts = read_prompts(prompts)
+    texts = read_prompts(prompts)[:limit]
     options: dict[str, Any] = {"temperature": temperature, "repetition_penalty": repetition_penalty}
     if temperature:
         options |= {"seed": seed, "top_p": top_p}
@@ -56,27 +59,45 @@ def command(
     decoder = SpeculativeDecoder.from_pretrained(
         target, drafter, method=method, top_k=top_k, budget=budget, frontier=frontier, dtype=dtype, device=device
     )
-    passed = (sampled if temperature else greedy)(decoder, texts, params, draws, as_json)
+    if temperature:
+        passed = sampled(decoder, texts, params, draws, as_json)
+    else:
+        passed = greedy(decoder, texts, params, max_batch_size, as_json)
     raise typer.Exit(0 if passed else 1)
 
 
 def read_prompts(file: Path | None) -> list[str]:
-    """One prompt a line, empty lines left out."""
+    """One prompt a line, empty lines left out; of a ``.jsonl`` file the first turns."""
     if file is None:
         return list(PROMPTS)
     try:
-        texts = [line.strip() for line in file.read_text().splitlines() if line.strip()]
+        with file.open() as opened:
+            lines = [(number, line.strip()) for number, line in enumerate(opened, 1) if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--prompts {file} cannot be read ({error}); give a text file") from None
-    if not texts:
+    if not lines:
         raise UsageError(f"--prompts {file} holds no prompt; give one a line")
+    if file.suffix != ".jsonl":
+        return [line for _, line in lines]
+    texts = []
+    for number, line in lines:
+        try:
+            texts.append(json.loads(line)["turns"][0])
+        except (json.JSONDecodeError, KeyError, IndexError, TypeError):
+            raise UsageError(f'--prompts {file}, line {number}: expected {{"turns": ["a prompt"]}}') from None
     return texts
 
 
-def greedy(decoder, texts, params, draws, as_json) -> bool:
+def greedy(decoder, texts, params, max_batch_size, as_json) -> bool:
     from pctree.audit import audit_greedy, explained_margin
 
-    audits = [audit_greedy(decoder.with_settings(method=name), texts, params) for name in ("ar", decoder.settings.method)]
+    audits = []
+    with progress_bar() as bar:
+        work = bar.add_task("auditing", total=2 * len(texts), note="")
+        for name in ("ar", decoder.settings.method):
+            advance = partial(bar.update, work, advance=1, note=name)
+            reader = decoder.with_settings(method=name)
+            audits.append(audit_greedy(reader, texts, params, max_batch_size=max_batch_size, progress=advance))
     limit = explained_margin(decoder.target.dtype, audits[0])
     passed = audits[1].largest_margin <= limit
     if as_json:
