@@ -367,6 +367,9 @@ def test_prompts_that_cannot_be_decoded_are_refused():
         ({"frontier": "wide"}, "frontier is 'wide'; it is one of capped, exact"),
         ({"budget": 0}, "budget is 0; it must be at least 1"),
         ({"top_k": 0}, "top_k is 0; it must be at least 1"),
+        ({"confidence_threshold": 1.5}, "confidence_threshold is 1.5; it must be between 0 and 1"),
+        ({"confidence_threshold": 0.5}, "confidence_threshold cuts a chain, which pctree does not draft"),
+        ({"confidence_threshold": 0.5, "method": "dspark"}, "confidence_threshold needs a confidence head"),
         ({"top_k": 41}, "top_k is 41; it must not be above the drafter's vocabulary of 40"),
     ],
 )

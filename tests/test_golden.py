@@ -106,6 +106,31 @@ def test_chain_round_for_round(golden, name):
     assert sum(lengths) / len(lengths) == pytest.approx(tau, abs=5e-5)  # rounded to four digits there
 
 
+@pytest.mark.parametrize("threshold", [0.3, 0.6])
+def test_a_confidence_threshold_verifies_fewer_positions(golden, threshold):
+    decoder, cases, _ = load(golden, "dspark_vanilla_b7")
+    cut = decoder.with_settings(confidence_threshold=threshold)
+    results = [cut.generate(case["prompt_ids"], max_new_tokens=EVALUATOR_LIMIT) for case in cases]
+    for case, result in zip(cases, results, strict=True):
+        expected = case[f"threshold_{threshold}"]
+        assert result.stats.acceptance_lengths == expected["acceptance_lengths"]
+        assert [nodes - 1 for nodes in result.stats.nodes] == expected["proposal_lengths"]
+        assert case["prompt_ids"] + result.token_ids[:96] == case["output_ids"]
+    # Together, each request keeps its own cut.
+    together = cut.generate([case["prompt_ids"] for case in cases], max_new_tokens=EVALUATOR_LIMIT)
+    for alone, mine in zip(results, together, strict=True):
+        assert (mine.token_ids, mine.stats.nodes) == (alone.token_ids, alone.stats.nodes)
+        assert mine.stats.acceptance_lengths == alone.stats.acceptance_lengths
+
+
+def test_recorded_confidence_is_deepspecs(golden):
+    decoder, cases, _ = load(golden, "dspark_vanilla_b7")
+    recording = decoder.with_settings(record_confidence=True)
+    for case in cases:
+        tree = recording.settings.grow(first_block(decoder, case))
+        assert tree.confidence[0].tolist() == pytest.approx([1.0, *case["first_block_confidence"]], abs=1e-4)
+
+
 @pytest.mark.parametrize(("name", "how", "chain"), READINGS)
 def test_trees_give_the_greedy_tokens_in_fewer_rounds(golden, name, how, chain):
     decoder, cases, _ = load(golden, name)

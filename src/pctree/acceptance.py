@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from pctree.tree import DraftTree
@@ -19,7 +20,7 @@ def walk(tree: DraftTree, ancestor_mask: Tensor, target_ids: Tensor) -> tuple[Te
         ``path`` [R, N]: node indices of the accepted path, root first, padded; ``lengths`` [R]: how many count, root
         included; ``bonus`` [R]: the target's own token after the path.
     """
-    matches = tree.token_ids == target_ids.gather(1, tree.parents)
+    matches = (tree.token_ids == target_ids.gather(1, tree.parents)) & (tree.log_probs > -torch.inf)
     matches[:, 0] = True  # the root is committed already
     accepted = (matches[:, None] | ~ancestor_mask).all(-1)
     lengths = accepted.sum(1)

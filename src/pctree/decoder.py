@@ -68,6 +68,7 @@ class SpeculativeDecoder:
         top_k: int = 4,
         budget: int = 32,
         frontier: str = "capped",
+        confidence_threshold: float = 0.0,
         dtype: str | torch.dtype = "auto",
         device: str = "auto",
     ) -> SpeculativeDecoder:
@@ -78,7 +79,7 @@ class SpeculativeDecoder:
         Raises:
             UsageError: a setting is out of range. CheckpointError: files are missing, damaged, or do not fit each other.
         """
-        settings = DraftSettings(method, top_k, budget, frontier)
+        settings = DraftSettings(method, top_k, budget, frontier, confidence_threshold)
         return cls(*load_pair(target, drafter, settings, dtype=dtype, device=device), settings)
 
     def with_settings(self, **changes: Any) -> SpeculativeDecoder:
@@ -236,12 +237,12 @@ class SpeculativeDecoder:
             path, lengths, bonus = walk(tree, mask, batch.choose(tree, mask, logits))
             tokens = tree.token_ids.gather(1, path)
             # The one wait of a round: which paths were accepted.
-            outcome = torch.cat([lengths[:, None], bonus[:, None], path, tokens], dim=1).tolist()
+            outcome = torch.cat([tree.sizes[:, None], lengths[:, None], bonus[:, None], path, tokens], dim=1).tolist()
         rounds, counts = [], []
-        for row, (request, (length, last, *both)) in enumerate(zip(batch.running, outcome, strict=True)):
+        for row, (request, (nodes, length, last, *both)) in enumerate(zip(batch.running, outcome, strict=True)):
             accepted, drafted = both[:length], both[tree.nodes + 1 :][: length - 1]
             committed = request.commit([*drafted, last])
-            request.stats.nodes.append(tree.nodes)
+            request.stats.nodes.append(nodes)
             rounds.append(Round(tree.row(row), accepted, committed))
             counts.append(len(committed))
         with clock("commit"):

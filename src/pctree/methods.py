@@ -73,12 +73,18 @@ METHODS = {
 
 @dataclass(frozen=True)
 class DraftSettings:
-    """How a drafter is read: method, children per parent and frontier width ``top_k``, ``budget`` nodes, frontier."""
+    """How a drafter is read: method, children per parent and frontier width ``top_k``, ``budget`` nodes, frontier.
+
+    ``confidence_threshold`` (DSpark's static scheduling) verifies only the positions of the chain before the first one of
+    which the confidence head thinks less; 0 verifies all. ``record_confidence`` keeps what it thinks in the rounds' trees.
+    """
 
     method: str = "pctree"
     top_k: int = 4
     budget: int = 32
     frontier: str = "capped"
+    confidence_threshold: float = 0.0
+    record_confidence: bool = False
 
     def validate(self, drafter: Drafting | None) -> None:
         """Refuse what cannot work, by name.
@@ -93,6 +99,10 @@ class DraftSettings:
         for name in ("top_k", "budget"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0 <= self.confidence_threshold <= 1:
+            raise UsageError(f"confidence_threshold is {self.confidence_threshold}; it must be between 0 and 1")
+        if self.reads_confidence and not METHODS[self.method].chain:
+            raise UsageError(f"confidence_threshold cuts a chain, which {self.method} does not draft; use dspark, or drop it")
         if self.method == "ar":
             return
         if drafter is None:
@@ -106,15 +116,35 @@ class DraftSettings:
             raise UsageError(f"method {self.method} cannot read this drafter, which is made for {kind}; use method {kind}")
         if method.needs_head and not drafter.config.markov_rank:
             raise UsageError(f"method {self.method} needs a Markov head, which this drafter lacks; use dflash or ddtree")
+        if self.reads_confidence and not drafter.config.enable_confidence_head:
+            raise UsageError("confidence_threshold needs a confidence head, which this drafter lacks; drop it")
+
+    @property
+    def reads_confidence(self) -> bool:
+        return self.confidence_threshold > 0 or self.record_confidence
 
     def grow(self, block: Block, reshape: Reshape | None = None) -> DraftTree:
         """The tree that one draft forward gives under these settings."""
         method = METHODS[self.method]
         assert method.scorer is not None
-        return grow_tree(
+        tree = grow_tree(
             method.scorer(block, reshape),
             block.anchors,
             top_k=1 if method.chain else self.top_k,
             budget=min(self.budget, block.drafter.config.draft_length + 1) if method.chain else self.budget,
             exact=not method.chain and (method.always_exact or self.frontier == "exact"),
         )
+        if self.reads_confidence:
+            tree.confidence = confidence(block, tree)
+            if self.confidence_threshold:
+                tree = tree.cut((tree.confidence >= self.confidence_threshold).cumprod(1).bool())
+        return tree
+
+
+def confidence(block: Block, tree: DraftTree) -> Tensor:
+    """What the confidence head thinks of each node [R, N], given that its parent is right; 1 for the root."""
+    drafter, depths = block.drafter, tree.depths
+    hidden = block.hidden.gather(1, (depths - 1).clamp_min(0)[..., None].expand(-1, -1, block.hidden.shape[-1]))
+    head = drafter.confidence_head
+    embedded = drafter.markov_head.markov_w1(tree.token_ids.gather(1, tree.parents)) if head.with_markov else None
+    return head(hidden, embedded).float().masked_fill(depths == 0, 1.0)

@@ -6,7 +6,8 @@ number of tensor operations on fixed shapes, so nothing waits on the host.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -27,7 +28,8 @@ class DraftTree:
     token_ids: Tensor  # [R, N]
     parents: Tensor  # [R, N], indices into the same row; the root is its own parent
     depths: Tensor  # [R, N], 0 for the root
-    log_probs: Tensor  # [R, N], of the whole path from the root
+    log_probs: Tensor  # [R, N], of the whole path from the root; minus infinity: there is no such node
+    confidence: Tensor | None = None  # [R, N], where a confidence head was asked: the chance of a node given its parent
 
     @property
     def nodes(self) -> int:
@@ -35,8 +37,26 @@ class DraftTree:
 
     def row(self, request: int) -> DraftTree:
         """The tree of one request, with R = 1."""
-        part = slice(request, request + 1)
-        return DraftTree(self.token_ids[part], self.parents[part], self.depths[part], self.log_probs[part])
+        return self._map(lambda tensor: tensor[request : request + 1])
+
+    def cut(self, alive: Tensor) -> DraftTree:
+        """The tree without the nodes that are not ``alive`` (bool [R, N], a prefix of each row that holds the root).
+
+        It is as wide as the widest row needs, which the host waits for; in the others, what is behind their own last node
+        counts as no node.
+        """
+        width = int(alive.sum(1).max())
+        shorter = self._map(lambda tensor: tensor[:, :width])
+        return replace(shorter, log_probs=shorter.log_probs.masked_fill(~alive[:, :width], -torch.inf))
+
+    @property
+    def sizes(self) -> Tensor:
+        """How many nodes each request really has [R]."""
+        return (self.log_probs > -torch.inf).sum(1)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> DraftTree:
+        confidence = None if self.confidence is None else change(self.confidence)
+        return DraftTree(change(self.token_ids), change(self.parents), change(self.depths), change(self.log_probs), confidence)
 
     def ancestor_mask(self, depth: int) -> Tensor:
         """Bool [R, N, N], true where the column is the row itself or an ancestor of it; ``depth`` bounds all depths."""

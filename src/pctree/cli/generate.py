@@ -24,6 +24,9 @@ def command(
     top_k: int = TOP_K,
     budget: int = BUDGET,
     frontier: str = typer.Option("capped", help="capped: the top-k best nodes of a layer grow; exact: all that can matter."),
+    confidence_threshold: float = typer.Option(
+        0.0, help="dspark: verify only the positions before the first that the confidence head trusts less; 0 is all."
+    ),
     prompt: str = typer.Option(None, help="The prompt. Without any of the three, it is read from standard input."),
     prompt_file: Path = typer.Option(None, help="A file that holds the prompt."),
     prompt_ids: str = typer.Option(None, help="The prompt as token ids, 1,2,3; needs no tokenizer."),
@@ -65,7 +68,15 @@ def command(
         presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, seed=seed)  # fmt: skip
     SamplingParams.from_options(options)  # refuse what cannot be used before anything is loaded
     decoder = SpeculativeDecoder.from_pretrained(
-        target, drafter, method=method, top_k=top_k, budget=budget, frontier=frontier, dtype=dtype, device=device
+        target,
+        drafter,
+        method=method,
+        top_k=top_k,
+        budget=budget,
+        frontier=frontier,
+        confidence_threshold=confidence_threshold,
+        dtype=dtype,
+        device=device,
     )
     if isinstance(text, list):
         decoder.tokenizer = None  # ids in, ids out
