@@ -47,6 +47,9 @@ class PathScorer:
         path = states[..., 0] * self.vocab + parents if depth else torch.zeros_like(parents)
         return self.tables[depth].gather(1, path[..., None].expand(-1, -1, self.vocab)), path[..., None]
 
+    def token_ids(self, depth: int, places: Tensor) -> Tensor:
+        return places
+
     def log_probs(self, request: int, path: tuple[int, ...]) -> list[float]:
         number = 0
         for token in path:
@@ -66,6 +69,9 @@ class ConstantScorer:
 
     def score(self, depth: int, parents: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         return self.row, states
+
+    def token_ids(self, depth: int, places: Tensor) -> Tensor:
+        return places
 
 
 def capped_oracle(scorer: PathScorer, request: int, top_k: int, budget: int) -> dict[tuple[int, ...], float]:

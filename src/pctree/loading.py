@@ -96,7 +96,7 @@ def check_fit(drafter: AnyDrafter, model: PreTrainedModel, drafter_name: str, ta
         ("hidden size", backbone.hidden_size, config.hidden_size),
         ("number of target layers", drafter.config.num_target_layers, config.num_hidden_layers),
     ):
-        if mine != theirs:
+        if mine is not None and mine != theirs:
             raise CheckpointError(
                 f"drafter {drafter_name} does not fit target {target_name}: its {what} is {mine}, the target's {theirs}; "
                 "use the drafter that was trained for this target"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pctree.drafters import Drafting
 from pctree.errors import UsageError
-from pctree.scorers import BaseScorer, EagleScorer, MarkovScorer, Reshape, SharedMarkovScorer
+from pctree.scorers import BaseScorer, DraftVocabulary, EagleScorer, MarkovScorer, Reshape, SharedMarkovScorer
 from pctree.targets import KVCache
 from pctree.tree import DraftTree, Scorer, grow_tree
 
@@ -30,31 +30,31 @@ class Block:
 
 @dataclass(frozen=True)
 class Method:
-    """One row of the table; ``scorer`` reads a block, with its logits reshaped as the requests ask."""
+    """One row of the table; ``scorer`` reads a block."""
 
     name: str
     summary: str
-    scorer: Callable[[Block, Reshape | None], Scorer] | None
+    scorer: Callable[[Block, DraftVocabulary], Scorer] | None
     chain: bool = False
     always_exact: bool = False
     needs_head: bool = False
     autoregressive: bool = False
 
 
-def _base(block: Block, reshape: Reshape | None) -> Scorer:
-    return BaseScorer(block.logits, reshape)
+def _base(block: Block, vocabulary: DraftVocabulary) -> Scorer:
+    return BaseScorer(block.logits, vocabulary)
 
 
-def _markov(block: Block, reshape: Reshape | None) -> Scorer:
-    return MarkovScorer(block.logits, block.hidden, block.drafter.markov_head, reshape)
+def _markov(block: Block, vocabulary: DraftVocabulary) -> Scorer:
+    return MarkovScorer(block.logits, block.hidden, block.drafter.markov_head, vocabulary)
 
 
-def _shared(block: Block, reshape: Reshape | None) -> Scorer:
-    return SharedMarkovScorer(block.logits, block.hidden, block.drafter.markov_head, block.anchors, reshape)
+def _shared(block: Block, vocabulary: DraftVocabulary) -> Scorer:
+    return SharedMarkovScorer(block.logits, block.hidden, block.drafter.markov_head, block.anchors, vocabulary)
 
 
-def _eagle(block: Block, reshape: Reshape | None) -> Scorer:
-    return EagleScorer(block.drafter, block.context, block.hidden, block.logits, reshape)
+def _eagle(block: Block, vocabulary: DraftVocabulary) -> Scorer:
+    return EagleScorer(block.drafter, block.context, block.hidden, block.logits, vocabulary)
 
 
 METHODS = {
@@ -107,7 +107,7 @@ class DraftSettings:
             return
         if drafter is None:
             raise UsageError(f"method {self.method} needs a drafter; name one, or use method ar")
-        vocab_size = drafter.config.backbone.vocab_size
+        vocab_size = drafter.config.draft_vocab_size or drafter.config.backbone.vocab_size
         if self.top_k > vocab_size:
             raise UsageError(f"top_k is {self.top_k}; it must not be above the drafter's vocabulary of {vocab_size}")
         method = METHODS[self.method]
@@ -124,11 +124,11 @@ class DraftSettings:
         return self.confidence_threshold > 0 or self.record_confidence
 
     def grow(self, block: Block, reshape: Reshape | None = None) -> DraftTree:
-        """The tree that one draft forward gives under these settings."""
-        method = METHODS[self.method]
+        """The tree that one draft forward gives under these settings; ``reshape`` reshapes the drafter's logits."""
+        method, vocab_size = METHODS[self.method], block.drafter.config.backbone.vocab_size
         assert method.scorer is not None
         tree = grow_tree(
-            method.scorer(block, reshape),
+            method.scorer(block, DraftVocabulary(vocab_size, block.drafter.draft_ids, reshape)),
             block.anchors,
             top_k=1 if method.chain else self.top_k,
             budget=min(self.budget, block.drafter.config.draft_length + 1) if method.chain else self.budget,

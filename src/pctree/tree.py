@@ -90,6 +90,10 @@ class Scorer(Protocol):
         """
         ...
 
+    def token_ids(self, depth: int, places: Tensor) -> Tensor:
+        """Token ids of the children at these places [R, P, k] of the last axis of :meth:`score`."""
+        ...
+
 
 def best(scores: Tensor, count: int) -> Tensor:
     """Indices [R, count] of the largest scores, equal ones in their order, so that a parent never loses to its child."""
@@ -126,7 +130,8 @@ def grow_tree(scorer: Scorer, anchors: Tensor, *, top_k: int = 4, budget: int = 
         shape = (requests, frontier.shape[1], children)
 
         known = tokens.shape[1]
-        tokens = torch.cat([tokens, proposed.indices.expand(shape).flatten(1)], dim=1)
+        children_ids = scorer.token_ids(depth, proposed.indices)
+        tokens = torch.cat([tokens, children_ids.expand(shape).flatten(1)], dim=1)
         parents = torch.cat([parents, frontier[..., None].expand(shape).flatten(1)], dim=1)
         depths = torch.cat([depths, torch.full_like(parents[:, known:], depth + 1)], dim=1)
         scores = torch.cat([scores, (parent_scores[..., None] + added).flatten(1)], dim=1)

@@ -67,6 +67,7 @@ def describe(path: Path) -> dict[str, Any]:
         "heads": backbone.num_attention_heads,
         "key_value_heads": backbone.num_key_value_heads,
         "vocabulary": backbone.vocab_size,
+        "draft_vocabulary": config.draft_vocab_size or backbone.vocab_size,
         "parameters": sum(parameters.values()) - shared,
         "own_embeddings": "embed_tokens.weight" in parameters,
         "own_output_head": "lm_head.weight" in parameters,
@@ -79,11 +80,17 @@ def sentence(facts: dict[str, Any]) -> str:
     """The facts in words."""
     head = f"a {facts['markov_head']} Markov head of rank {facts['markov_rank']}" if facts["markov_head"] else "no Markov head"
     confidence = "a confidence head" if facts["confidence_head"] else "no confidence head"
-    name = {"dspark": "DSpark", "dflash": "DFlash"}[facts["method"]]
+    name = {"dspark": "DSpark", "dflash": "DFlash", "eagle3": "EAGLE-3"}[facts["method"]]
     frozen = "its own" if facts["own_output_head"] else "the target's"
     layers = ", ".join(map(str, facts["target_layer_ids"]))
+    target = f"{facts['vocabulary']:,} tokens"
+    if facts["target_layers"] is not None:
+        target = f"{facts['target_layers']} layers and {target}"
+    if facts["draft_vocabulary"] != facts["vocabulary"]:
+        target += f" ({facts['draft_vocabulary']:,} of which it drafts)"
+    article = "An" if name.startswith("E") else "A"
     return (
-        f"A {name} drafter ({facts['layout']} layout): {facts['drafted_tokens']} tokens a block from {facts['layers']} layers "
-        f"of width {facts['hidden_size']}, {head}, {confidence}; it reads layers {layers} of a target of "
-        f"{facts['target_layers']} layers and {facts['vocabulary']:,} tokens, and uses {frozen} output head."
+        f"{article} {name} drafter ({facts['layout']} layout): {facts['drafted_tokens']} tokens a block from "
+        f"{facts['layers']} layers of width {facts['hidden_size']}, {head}, {confidence}; it reads layers {layers} of a target "
+        f"of {target}, and uses {frozen} output head."
     )

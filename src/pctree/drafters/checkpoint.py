@@ -17,6 +17,8 @@ from pctree.drafters.layouts import DEEPSPEC_KEYS, parse_config
 from pctree.errors import CheckpointError
 
 SHARED = ("embed_tokens", "lm_head")
+# What speculators may leave in a file beside the drafter: the target's own weights, and the inverse of d2t.
+NOT_OURS = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 
 
 def read_json_config(path: Path) -> dict[str, Any]:
@@ -77,6 +79,12 @@ def load_drafter(path: Path, *, dtype: torch.dtype = torch.float32, device: torc
     """
     config = read_config(path)
     tensors = open_tensors(path)
+    draft_ids = None
+    if config.layout == "speculators":
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in NOT_OURS}
+        offsets = tensors.pop("d2t", None)
+        if config.draft_vocab_size is not None:
+            draft_ids = read_draft_ids(offsets, config, path / "model.safetensors")
     with torch.device("meta"):
         drafter: Any = Eagle3Drafter(config) if config.autoregressive else DSparkDrafter(config)
         backbone = config.backbone
@@ -84,8 +92,8 @@ def load_drafter(path: Path, *, dtype: torch.dtype = torch.float32, device: torc
             drafter.embed_tokens = nn.Embedding(backbone.vocab_size, backbone.hidden_size)
             if backbone.tie_word_embeddings:
                 tensors.setdefault("lm_head.weight", tensors["embed_tokens.weight"])
-        if "lm_head.weight" in tensors:
-            drafter.lm_head = nn.Linear(backbone.hidden_size, backbone.vocab_size, bias=False)
+        if "lm_head.weight" in tensors or draft_ids is not None:
+            drafter.lm_head = nn.Linear(backbone.hidden_size, config.draft_vocab_size or backbone.vocab_size, bias=False)
     expected = drafter.state_dict()
     for complaint, names in (
         ("lacks", sorted(expected.keys() - tensors.keys())),
@@ -102,7 +110,25 @@ def load_drafter(path: Path, *, dtype: torch.dtype = torch.float32, device: torc
             )
     drafter.load_state_dict({name: tensor.to(device, dtype) for name, tensor in tensors.items()}, assign=True)
     drafter.rotary = type(drafter.rotary)(backbone).to(device)  # its tables are computed, not stored
+    drafter.draft_ids = None if draft_ids is None else draft_ids.to(device)
     return drafter.requires_grad_(False).eval()
+
+
+def read_draft_ids(offsets: Tensor | None, config: DrafterConfig, file: Path) -> Tensor:
+    """Target ids [V_draft] of the draft tokens, from ``d2t``, which holds how far each lies behind its own number."""
+    size, vocab_size = config.draft_vocab_size, config.backbone.vocab_size
+    assert size is not None
+    if offsets is None:
+        raise CheckpointError(f"{file} lacks d2t; a draft vocabulary of {size} needs the table to the target's {vocab_size}")
+    if offsets.shape != (size,) or offsets.is_floating_point():
+        found = f"{list(offsets.shape)} of {offsets.dtype}"
+        raise CheckpointError(f"{file}: d2t is {found}, expected {size} whole numbers as draft_vocab_size says")
+    ids = torch.arange(size) + offsets
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        raise CheckpointError(f"{file}: d2t leads to token {int(ids.max())}, outside the target's vocabulary of {vocab_size}")
+    if len(ids.unique()) < size:
+        raise CheckpointError(f"{file}: d2t leads two draft tokens to one target token; expected offsets, each to its own")
+    return ids
 
 
 def save_drafter(drafter: DSparkDrafter | Eagle3Drafter, path: Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -110,7 +136,7 @@ def save_drafter(drafter: DSparkDrafter | Eagle3Drafter, path: Path, *, dtype: t
     embeddings and head.
     """
     config = drafter.config
-    if config.mask_filling:
+    if config.mask_filling or config.draft_vocab_size is not None:
         raise CheckpointError(f"a {config.layout} drafter reads its block in another way, which this layout cannot say")
     if config.autoregressive:
         own = {"architectures": ["Qwen3Eagle3Model"], "ttt_length": config.block_size, "draft_num_hidden_layers": 1,

@@ -34,7 +34,7 @@ class DrafterConfig:
 
     backbone: Any  # a transformers Qwen3Config
     block_size: int
-    num_target_layers: int
+    num_target_layers: int | None  # None: the layout does not say
     target_layer_ids: list[int]
     mask_token_id: int
     markov_rank: int = 0
@@ -44,6 +44,7 @@ class DrafterConfig:
     mask_filling: bool = False  # the anchor's slot predicts nothing and the others themselves, not the token after
     layout: str = "DeepSpec"
     autoregressive: bool = False  # EAGLE-3: one forward a layer of the tree, not one a block
+    draft_vocab_size: int | None = None  # None: the target's whole vocabulary
 
     @property
     def draft_length(self) -> int:
@@ -103,7 +104,7 @@ class BlockLayer(nn.Module):
 
 class Drafting(nn.Module):
     """What all drafters have: a configuration, and embeddings and an output head, which are either the checkpoint's own or,
-    where it has none, the target's modules, shared and not copied.
+    where it has none, the target's modules, shared and not copied. A drafter with a reduced vocabulary always has its own head.
     """
 
     def __init__(self, config: DrafterConfig):
@@ -111,6 +112,8 @@ class Drafting(nn.Module):
         self.config = config
         self.embed_tokens: nn.Module | None = None
         self.lm_head: nn.Module | None = None
+        # Target ids [V_draft] of the drafter's own tokens; None where it drafts from the target's whole vocabulary.
+        self.draft_ids: Tensor | None = None
 
     def share(self, embed_tokens: nn.Module, lm_head: nn.Module) -> None:
         """Use the target's embeddings and output head where the checkpoint brought none."""
@@ -137,7 +140,9 @@ class DSparkDrafter(Drafting):
         self.confidence_head: ConfidenceHead | None = None
         if config.markov_rank:
             head = MARKOV_HEADS[config.markov_head_type]
-            self.markov_head = head(backbone.vocab_size, config.markov_rank, backbone.hidden_size)
+            self.markov_head = head(
+                backbone.vocab_size, config.markov_rank, backbone.hidden_size, config.draft_vocab_size or backbone.vocab_size
+            )
         if config.enable_confidence_head:
             read_rank = config.markov_rank if config.confidence_head_with_markov else 0
             self.confidence_head = ConfidenceHead(backbone.hidden_size, read_rank)

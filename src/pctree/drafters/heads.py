@@ -16,11 +16,12 @@ class MarkovHead(nn.Module):
 
     kind = "vanilla"
 
-    def __init__(self, vocab_size: int, rank: int, hidden_size: int):
+    def __init__(self, vocab_size: int, rank: int, hidden_size: int, draft_vocab_size: int | None = None):
+        """``vocab_size`` tokens can stand before, ``draft_vocab_size`` (the same, if None) can follow."""
         super().__init__()
         self.rank = rank
         self.markov_w1 = nn.Embedding(vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(rank, draft_vocab_size or vocab_size, bias=False)
 
     def initial_state(self, requests: int) -> Tensor:
         """State [R, 1, s] of the root; empty (s = 0) for heads without memory."""
@@ -48,8 +49,8 @@ class GatedMarkovHead(MarkovHead):
 
     kind = "gated"
 
-    def __init__(self, vocab_size: int, rank: int, hidden_size: int):
-        super().__init__(vocab_size, rank, hidden_size)
+    def __init__(self, vocab_size: int, rank: int, hidden_size: int, draft_vocab_size: int | None = None):
+        super().__init__(vocab_size, rank, hidden_size, draft_vocab_size)
         self.gate_proj = nn.Linear(hidden_size + rank, rank)
 
     def forward(self, previous: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,8 +65,8 @@ class RecurrentMarkovHead(MarkovHead):
 
     kind = "rnn"
 
-    def __init__(self, vocab_size: int, rank: int, hidden_size: int):
-        super().__init__(vocab_size, rank, hidden_size)
+    def __init__(self, vocab_size: int, rank: int, hidden_size: int, draft_vocab_size: int | None = None):
+        super().__init__(vocab_size, rank, hidden_size, draft_vocab_size)
         self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
 
     def initial_state(self, requests: int) -> Tensor:
