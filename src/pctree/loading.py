@@ -116,6 +116,30 @@ def check_tokenizers(drafter_tokenizer: Any, target_tokenizer: Any, drafter_name
         )
 
 
+def load_draft(drafter: str, dtype: torch.dtype, device: torch.device) -> AnyDrafter:
+    """A drafter by name, not yet bound to a target."""
+    return load_drafter(local_folder(drafter, "drafter"), dtype=dtype, device=device)
+
+
+def load_target(target: str, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, Any]:
+    """A target model by name, and its tokenizer (None where it has none)."""
+    folder = local_folder(target, "target")
+    return load_model(folder, dtype, device), load_tokenizer(folder)
+
+
+def bind(draft: AnyDrafter, drafter: str, model: PreTrainedModel, tokenizer: Any, target: str) -> TargetModel:
+    """The target as this drafter taps it; what the drafter's checkpoint leaves out is taken from the target.
+
+    Raises:
+        CheckpointError: the two do not fit each other.
+    """
+    check_fit(draft, model, drafter, target)
+    check_tokenizers(load_tokenizer(local_folder(drafter, "drafter")), tokenizer, drafter, target)
+    tapped = TargetModel(model, draft.config.target_layer_ids)
+    draft.share(tapped.embed_tokens, tapped.lm_head)
+    return tapped
+
+
 def load_pair(
     target: str,
     drafter: str | None,
@@ -130,16 +154,9 @@ def load_pair(
     torch_dtype, torch_device = resolve_dtype(dtype), resolve_device(device)
     draft: AnyDrafter | None = None
     if drafter is not None and settings.method != "ar":
-        drafter_folder = local_folder(drafter, "drafter")
-        draft = load_drafter(drafter_folder, dtype=torch_dtype, device=torch_device)
+        draft = load_draft(drafter, torch_dtype, torch_device)
     settings.validate(draft)  # before the target, which is the larger one
-    target_folder = local_folder(target, "target")
-    model = load_model(target_folder, torch_dtype, torch_device)
-    tokenizer = load_tokenizer(target_folder)
+    model, tokenizer = load_target(target, torch_dtype, torch_device)
     if draft is None:
         return TargetModel(model), None, tokenizer
-    check_fit(draft, model, str(drafter), target)
-    check_tokenizers(load_tokenizer(drafter_folder), tokenizer, str(drafter), target)
-    tapped = TargetModel(model, draft.config.target_layer_ids)
-    draft.share(tapped.embed_tokens, tapped.lm_head)
-    return tapped, draft, tokenizer
+    return bind(draft, str(drafter), model, tokenizer, target), draft, tokenizer
