@@ -19,10 +19,21 @@ settings.register_profile("search", settings.get_profile("pctree"), derandomize=
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "pctree"))
 
 
+def shared(folder: str, file: str) -> Path:
+    """A folder of ``shared`` beside the clone, or of the one that ``PCTREE_SHARED`` names; skips where it is not here."""
+    found = Path(os.environ.get("PCTREE_SHARED") or Path(__file__).parents[2] / "shared") / folder
+    if not (found / file).exists():
+        pytest.skip(f"{found} is not here (set PCTREE_SHARED to the folder that holds {folder}/)")
+    return found
+
+
 @pytest.fixture(scope="session")
 def golden() -> Path:
-    """The folder of official outputs, ``shared/golden`` beside the clone; ``PCTREE_SHARED`` names another ``shared``."""
-    shared = Path(os.environ.get("PCTREE_SHARED") or Path(__file__).parents[2] / "shared")
-    if not (shared / "golden" / "target" / "config.json").exists():
-        pytest.skip(f"{shared / 'golden'} is not here (set PCTREE_SHARED to the folder that holds golden/)")
-    return shared / "golden"
+    """The folder of official outputs."""
+    return shared("golden", "target/config.json")
+
+
+@pytest.fixture(scope="session")
+def task_files() -> Path:
+    """The folder of DeepSpec's prompts, a file a task."""
+    return shared("data/prompts", "gsm8k.jsonl")
