@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 TEMPLATE = (
@@ -19,4 +19,14 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, additional_special_tokens=["<s>", "<e>"])
     wrapped.chat_template = TEMPLATE
+    return wrapped
+
+
+def ascii_tokenizer() -> PreTrainedTokenizerFast:
+    """The token id of a character is its ASCII code, and a conversation is its text and nothing else."""
+    tokenizer = Tokenizer(models.WordLevel({chr(code): code for code in range(128)}, unk_token="\0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    wrapped.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     return wrapped
