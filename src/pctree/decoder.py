@@ -71,16 +71,18 @@ class SpeculativeDecoder:
         confidence_threshold: float = 0.0,
         dtype: str | torch.dtype = "auto",
         device: str = "auto",
+        compile: str = "auto",
     ) -> SpeculativeDecoder:
         """Load a target and a drafter from folders, hub names, or ``smollm2``, the pair that comes with pctree.
 
-        ``dtype="auto"`` is bfloat16; ``device="auto"`` is CUDA where there is one.
+        ``dtype="auto"`` is bfloat16; ``device="auto"`` is CUDA where there is one;
+        ``compile="auto"`` prepares the weights for speed, which changes no result (``"off"`` does not).
 
         Raises:
             UsageError: a setting is out of range. CheckpointError: files are missing, damaged, or do not fit each other.
         """
         settings = DraftSettings(method, top_k, budget, frontier, confidence_threshold)
-        return cls(*load_pair(target, drafter, settings, dtype=dtype, device=device), settings)
+        return cls(*load_pair(target, drafter, settings, dtype=dtype, device=device, compile=compile), settings)
 
     def with_settings(self, **changes: Any) -> SpeculativeDecoder:
         """The same models, read in another way: ``decoder.with_settings(method="ar")``."""

@@ -13,10 +13,12 @@ from pctree import smollm2
 from pctree.drafters import AnyDrafter, load_drafter
 from pctree.errors import CheckpointError, UsageError
 from pctree.methods import METHODS, DraftSettings
+from pctree.packing import pack_linears
 from pctree.targets import TargetModel
 
 DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
           "float32": torch.float32, "fp32": torch.float32, "float16": torch.float16, "fp16": torch.float16}  # fmt: skip
+COMPILE_MODES = ("auto", "off")
 
 
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -26,6 +28,13 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
     if dtype not in DTYPES:
         raise UsageError(f"dtype is {dtype!r}; it is one of {', '.join(DTYPES)}")
     return DTYPES[dtype]
+
+
+def check_compile(mode: str) -> str:
+    """How models are prepared for speed: ``auto`` packs weights where that gains something, ``off`` leaves them."""
+    if mode not in COMPILE_MODES:
+        raise UsageError(f"compile is {mode!r}; it is one of {', '.join(COMPILE_MODES)}")
+    return mode
 
 
 def resolve_device(device: str) -> torch.device:
@@ -116,15 +125,21 @@ def check_tokenizers(drafter_tokenizer: Any, target_tokenizer: Any, drafter_name
         )
 
 
-def load_draft(drafter: str, dtype: torch.dtype, device: torch.device) -> AnyDrafter:
+def load_draft(drafter: str, dtype: torch.dtype, device: torch.device, compile: str = "auto") -> AnyDrafter:
     """A drafter by name, not yet bound to a target."""
-    return load_drafter(local_folder(drafter, "drafter"), dtype=dtype, device=device)
+    loaded = load_drafter(local_folder(drafter, "drafter"), dtype=dtype, device=device)
+    if check_compile(compile) == "auto":
+        pack_linears(loaded)
+    return loaded
 
 
-def load_target(target: str, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, Any]:
+def load_target(target: str, dtype: torch.dtype, device: torch.device, compile: str = "auto") -> tuple[PreTrainedModel, Any]:
     """A target model by name, and its tokenizer (None where it has none)."""
     folder = local_folder(target, "target")
-    return load_model(folder, dtype, device), load_tokenizer(folder)
+    model = load_model(folder, dtype, device)
+    if check_compile(compile) == "auto":
+        pack_linears(model)
+    return model, load_tokenizer(folder)
 
 
 def bind(draft: AnyDrafter, drafter: str, model: PreTrainedModel, tokenizer: Any, target: str) -> TargetModel:
@@ -147,6 +162,7 @@ def load_pair(
     *,
     dtype: str | torch.dtype = "auto",
     device: str = "auto",
+    compile: str = "auto",
 ) -> tuple[TargetModel, AnyDrafter | None, Any]:
     """Target, drafter and tokenizer, checked against each other. ``method="ar"`` loads no drafter."""
     if settings.method not in METHODS:
@@ -154,9 +170,9 @@ def load_pair(
     torch_dtype, torch_device = resolve_dtype(dtype), resolve_device(device)
     draft: AnyDrafter | None = None
     if drafter is not None and settings.method != "ar":
-        draft = load_draft(drafter, torch_dtype, torch_device)
+        draft = load_draft(drafter, torch_dtype, torch_device, compile)
     settings.validate(draft)  # before the target, which is the larger one
-    model, tokenizer = load_target(target, torch_dtype, torch_device)
+    model, tokenizer = load_target(target, torch_dtype, torch_device, compile)
     if draft is None:
         return TargetModel(model), None, tokenizer
     return bind(draft, str(drafter), model, tokenizer, target), draft, tokenizer

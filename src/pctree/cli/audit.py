@@ -11,7 +11,7 @@ from typing import Any
 import typer
 from rich.table import Table
 
-from pctree.cli.common import BUDGET, DEVICE, DRAFTER, DTYPE, TARGET, TOP_K, err, out, progress_bar
+from pctree.cli.common import BUDGET, COMPILE, DEVICE, DRAFTER, DTYPE, TARGET, TOP_K, err, out, progress_bar
 from pctree.errors import UsageError
 
 EDGES = (1e-4, 1e-3, 1e-2, 0.0625, 0.125, 0.25, 0.5, 1.0)
@@ -41,6 +41,7 @@ def command(
     seed: int = typer.Option(0, help="The first seed, when sampling."),
     dtype: str = DTYPE,
     device: str = DEVICE,
+    compile: str = COMPILE,
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Check every emitted token against a plain forward of the target over the emitted text.
@@ -57,7 +58,15 @@ def command(
         options |= {"seed": seed, "top_p": top_p}
     params = SamplingParams(max_new_tokens=max_new_tokens, **options)
     decoder = SpeculativeDecoder.from_pretrained(
-        target, drafter, method=method, top_k=top_k, budget=budget, frontier=frontier, dtype=dtype, device=device
+        target,
+        drafter,
+        method=method,
+        top_k=top_k,
+        budget=budget,
+        frontier=frontier,
+        dtype=dtype,
+        device=device,
+        compile=compile,
     )
     if temperature:
         passed = sampled(decoder, texts, params, draws, as_json)

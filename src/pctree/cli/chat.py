@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from pctree.cli.common import BUDGET, DEVICE, DRAFTER, DTYPE, METHOD, TARGET, TOP_K, err, given
+from pctree.cli.common import BUDGET, COMPILE, DEVICE, DRAFTER, DTYPE, METHOD, TARGET, TOP_K, err, given
 
 
 def command(
@@ -21,6 +21,7 @@ def command(
     repetition_penalty: float = typer.Option(None, help="Penalty on tokens of prompt and output; 1 is none."),
     dtype: str = DTYPE,
     device: str = DEVICE,
+    compile: str = COMPILE,
 ) -> None:
     """Chat in the terminal. Each turn reads only what is new. /undo takes the last turn back, /new starts over, /quit ends.
 
@@ -33,7 +34,7 @@ def command(
         **given(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, repetition_penalty=repetition_penalty)
     )
     decoder = SpeculativeDecoder.from_pretrained(
-        target, drafter, method=method, top_k=top_k, budget=budget, dtype=dtype, device=device
+        target, drafter, method=method, top_k=top_k, budget=budget, dtype=dtype, device=device, compile=compile
     )
     conversation = decoder.chat(system=system, max_length=max_length)
     err.print("/undo takes the last turn back, /new starts over, /quit ends.", style="dim")

@@ -25,6 +25,7 @@ TOP_K = typer.Option(4, help="Children per parent, and width of a capped frontie
 BUDGET = typer.Option(32, help="Nodes sent to the target in a round, root included.")
 DTYPE = typer.Option("auto", help="auto (bfloat16), bfloat16, float16 or float32. Only float32 is exact to the last bit.")
 DEVICE = typer.Option("auto", help="auto (CUDA where there is one), cpu, cuda or cuda:N.")
+COMPILE = typer.Option("auto", help="auto: weights are arranged for speed when they are loaded; off: left as they are.")
 
 
 def progress_bar() -> Progress:

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pctree.cli.common import BUDGET, DEVICE, DRAFTER, TARGET, err, out
+from pctree.cli.common import BUDGET, COMPILE, DEVICE, DRAFTER, TARGET, err, out
 
 if TYPE_CHECKING:
     from pctree.decoder import SpeculativeDecoder
@@ -55,6 +55,7 @@ def command(
     budget: int = BUDGET,
     max_new_tokens: int = typer.Option(64, help="Most tokens per prompt; half as many in the float32 check."),
     device: str = DEVICE,
+    compile: str = COMPILE,
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object at the end and nothing else."),
 ) -> None:
     """Decode a few prompts plainly, with DSpark's chain, with a Shared-Markov tree and with PCTree.
@@ -67,7 +68,7 @@ def command(
     report: dict[str, Any] = {}
     for dtype, tokens in (("bfloat16", max_new_tokens), ("float32", max(8, max_new_tokens // 2))):
         decoder = SpeculativeDecoder.from_pretrained(
-            target, drafter, method="pctree", top_k=top_k, budget=budget, dtype=dtype, device=device
+            target, drafter, method="pctree", top_k=top_k, budget=budget, dtype=dtype, device=device, compile=compile
         )
         tallies = compare(decoder, tokens, quiet=as_json)
         report[dtype] = {

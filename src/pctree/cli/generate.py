@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from pctree.cli.common import BUDGET, DEVICE, DRAFTER, DTYPE, METHOD, TARGET, TOP_K, err, given, out
+from pctree.cli.common import BUDGET, COMPILE, DEVICE, DRAFTER, DTYPE, METHOD, TARGET, TOP_K, err, given, out
 from pctree.errors import UsageError
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def command(
     seed: int = typer.Option(None, help="Makes sampling reproducible."),
     dtype: str = DTYPE,
     device: str = DEVICE,
+    compile: str = COMPILE,
     stream: bool = typer.Option(False, "--stream", help="Print the text as it comes."),
     stats: bool = typer.Option(False, "--stats", help="Print what was measured, on standard error."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object: text, token_ids, stats."),
@@ -77,6 +78,7 @@ def command(
         confidence_threshold=confidence_threshold,
         dtype=dtype,
         device=device,
+        compile=compile,
     )
     if isinstance(text, list):
         decoder.tokenizer = None  # ids in, ids out

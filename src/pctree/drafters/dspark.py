@@ -156,7 +156,7 @@ class DSparkDrafter(Drafting):
         tree's ``budget``).
         """
         backbone = self.config.backbone
-        weight = self.fc.weight
+        weight = self.norm.weight
         return KVCache(
             len(self.layers),
             requests,

@@ -64,7 +64,7 @@ class Eagle3Drafter(Drafting):
 
     def new_cache(self, requests: int, max_length: int, budget: int = 64) -> EagleContext:
         """An empty context with room for every node that a tree of ``budget`` nodes can expand."""
-        backbone, weight = self.config.backbone, self.fc.weight
+        backbone, weight = self.config.backbone, self.norm.weight
         rows = max_length + self.config.draft_length * budget
         heads, head_dim = backbone.num_key_value_heads, backbone.head_dim
         cache = EagleContext(1, requests, rows, heads, head_dim, weight.dtype, weight.device)
