@@ -41,7 +41,7 @@ def models(tmp_path_factory):
     model = tiny.target("qwen3", vocab=260, seed=2, max_length=120)
     model.save_pretrained(folder / "target")
     byte_tokenizer().save_pretrained(folder / "target")
-    save_drafter(tiny.drafter(model), folder / "b7", dtype=torch.float32)
+    save_drafter(tiny.drafter(model, confidence=True), folder / "b7", dtype=torch.float32)
     save_drafter(tiny.drafter(model, None, block_size=4), folder / "dflash", dtype=torch.float32)
     for task, prompts in PROMPTS.items():
         lines = "".join(json.dumps({"turns": [prompt]}) + "\n" for prompt in prompts)
@@ -75,6 +75,25 @@ def finished(models, tmp_path_factory):
     bench = Bench(config(models), output)
     assert bench.run()
     return output
+
+
+def test_the_confidence_of_whole_chains_is_recorded(finished):
+    for record in read_records([finished])[0]:
+        if record["method"] != "dspark":
+            assert record["confidences"] is None
+            continue
+        assert len(record["confidences"]) == record["rounds"]
+        assert {len(chain) for chain in record["confidences"]} == {record["block_size"]}
+        assert all(0 <= chance <= 1 for chain in record["confidences"] for chance in chain)
+
+
+def test_a_threshold_shortens_the_chain(models, tmp_path):
+    cells = [{"drafter": "b7", "method": "dspark", "confidence_threshold": [0.0, 0.9]}]
+    bench = Bench(config(models, cells=cells), tmp_path)
+    assert bench.run()
+    records = [record for record in read_records([tmp_path])[0] if record["method"] == "dspark"]
+    nodes = {record["confidence_threshold"]: record["tree_nodes"] for record in records}
+    assert nodes[0.9] < nodes[0.0]
 
 
 def test_every_cell_decodes_every_prompt_with_the_tokens_of_plain_decoding(models, finished):
@@ -191,12 +210,12 @@ def test_a_difference_from_plain_decoding_is_noted(models, tmp_path, monkeypatch
     generate = bench._generate
 
     def other(cell, prompt, repeat, count):
-        result = generate(cell, prompt, repeat, count)
+        result, confidences = generate(cell, prompt, repeat, count)
         if cell.method == "dspark":
             result.token_ids[3] = (result.token_ids[3] + 1) % 260
         if cell.method == "pctree":
             del result.token_ids[5:]
-        return result
+        return result, confidences
 
     monkeypatch.setattr(bench, "_generate", other)
     assert bench.run()

@@ -11,7 +11,7 @@ from typing import Any
 
 from pctree.bench.tasks import BUILTIN, SEED
 from pctree.errors import UsageError
-from pctree.loading import resolve_dtype
+from pctree.loading import check_compile, resolve_dtype
 from pctree.methods import FRONTIERS, METHODS, DraftSettings
 
 PRESETS = Path(__file__).parent / "presets"
@@ -47,9 +47,9 @@ class Cell:
 
     def settings(self) -> DraftSettings:
         """How the decoder is told."""
-        # Passed only where it is used: nothing but a chain knows this setting.
-        threshold = {"confidence_threshold": self.confidence_threshold} if self.confidence_threshold else {}
-        return DraftSettings(self.method, self.top_k or 1, self.budget or 1, self.frontier or "capped", **threshold)
+        return DraftSettings(
+            self.method, self.top_k or 1, self.budget or 1, self.frontier or "capped", self.confidence_threshold
+        )
 
     @property
     def is_chain(self) -> bool:
@@ -126,6 +126,7 @@ class BenchConfig:
     seed: int = SEED
     dtype: str = "bfloat16"
     device: str = "auto"
+    compile: str = "auto"
     cells: Sequence[Mapping[str, Any]] | None = None
 
     @classmethod
@@ -160,6 +161,7 @@ class BenchConfig:
         check("cells", self.cells is None or (isinstance(self.cells, (list, tuple))
               and all(isinstance(grid, Mapping) for grid in self.cells)),
               "a list of grids like {drafter: b7, method: pctree, top_k: [1, 2]}")  # fmt: skip
+        check_compile(self.compile)
         # Records name it, so that it is the same name however it was given.
         object.__setattr__(self, "dtype", str(resolve_dtype(self.dtype)).removeprefix("torch."))
 

@@ -58,7 +58,7 @@ class Shard:
         return f"records.rank{self.rank}.jsonl" if self.rank else "records.jsonl"
 
 
-def environment(device: torch.device, dtype: str) -> dict[str, Any]:
+def environment(device: torch.device, dtype: str, compile: str) -> dict[str, Any]:
     """The environment line; its id is a hash of all of it but the time."""
     facts = {
         "pctree": pctree.__version__,
@@ -71,6 +71,7 @@ def environment(device: torch.device, dtype: str) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "threads": torch.get_num_threads(),
         "dtype": dtype,
+        "compile": compile,
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")

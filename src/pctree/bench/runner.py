@@ -27,6 +27,7 @@ from pctree.decoder import SpeculativeDecoder
 from pctree.drafters import AnyDrafter
 from pctree.errors import PCTreeError, UsageError
 from pctree.loading import bind, load_draft, load_target, resolve_device, resolve_dtype
+from pctree.methods import DraftSettings
 from pctree.params import SamplingParams
 from pctree.prompts import encode_prompt
 from pctree.results import Generation
@@ -69,7 +70,7 @@ def load_decoders(
     for cell in cells:
         if cell.drafter is not None:
             if cell.drafter not in drafts:
-                drafts[cell.drafter] = load_draft(str(config.drafters[cell.drafter]), dtype, device)
+                drafts[cell.drafter] = load_draft(str(config.drafters[cell.drafter]), dtype, device, config.compile)
             if cell.is_chain:
                 cell = replace(cell, budget=drafts[cell.drafter].config.draft_length + 1)
         try:
@@ -77,13 +78,20 @@ def load_decoders(
         except UsageError as error:
             raise UsageError(f"cell {cell.label}: {error}") from None
         complete.append(cell)
-    model, tokenizer = load_target(config.target, dtype, device)
+
+    def settings(cell: Cell) -> DraftSettings:
+        """The confidence head's calibration is measured on the whole chain."""
+        whole_chain = cell.method == "dspark" and not cell.confidence_threshold
+        known = cell.drafter is not None and drafts[cell.drafter].config.enable_confidence_head
+        return replace(cell.settings(), record_confidence=whole_chain and known)
+
+    model, tokenizer = load_target(config.target, dtype, device, config.compile)
     tapped = {name: bind(draft, str(config.drafters[name]), model, tokenizer, config.target) for name, draft in drafts.items()}
     plain = TargetModel(model)
     decoders = {
-        cell: SpeculativeDecoder(plain, None, tokenizer, cell.settings())
+        cell: SpeculativeDecoder(plain, None, tokenizer, settings(cell))
         if cell.drafter is None
-        else SpeculativeDecoder(tapped[cell.drafter], drafts[cell.drafter], tokenizer, cell.settings())
+        else SpeculativeDecoder(tapped[cell.drafter], drafts[cell.drafter], tokenizer, settings(cell))
         for cell in complete
     }
     return decoders, drafts
@@ -196,7 +204,7 @@ class Bench:
             return True
         file = RecordFile(self.output / self.shard.file_name)
         try:
-            line = environment(self.device, self.config.dtype)
+            line = environment(self.device, self.config.dtype, self.config.compile)
             file.append([line])
             for prompt, repeat, todo in work:
                 results: dict[Cell, Record] = {}
@@ -221,7 +229,7 @@ class Bench:
         memory = PeakMemory(self.device)
         memory.reset()
         began = time.perf_counter()
-        result = self._generate(cell, prompt, repeat, self.config.max_new_tokens)
+        result, confidences = self._generate(cell, prompt, repeat, self.config.max_new_tokens)
         seconds = time.perf_counter() - began
         return {
             **self.head(cell, prompt, repeat),
@@ -233,23 +241,33 @@ class Bench:
             "margin": None,
             "repeats_itself": repeats_itself(result.token_ids),
             "peak_memory_mb": memory.read(),
+            "confidences": confidences,
             **result.stats.to_dict(),
         }
 
-    def _generate(self, cell: Cell, prompt: BenchPrompt, repeat: int, max_new_tokens: int) -> Generation:
+    def _generate(
+        self, cell: Cell, prompt: BenchPrompt, repeat: int, max_new_tokens: int
+    ) -> tuple[Generation, list[list[float]] | None]:
+        """The result, and where it was asked what the confidence head thought of every round's chain."""
         sampling: dict[str, Any] = {}
         if cell.temperature:
             # DeepSpec's seed of a prompt; a repeat draws anew.
             sampling = {"temperature": cell.temperature, "seed": self.config.seed + prompt.index + 1_000_003 * repeat}
+        decoder = self.decoders[cell]
+        request = decoder.request(list(prompt.token_ids), SamplingParams(max_new_tokens=max_new_tokens, **sampling))
+        trees = []
         try:
-            return self.decoders[cell].generate(
-                list(prompt.token_ids), SamplingParams(max_new_tokens=max_new_tokens, **sampling)
-            )
+            for _, done in decoder.decode([request]):
+                if done.path:
+                    trees.append(done.tree)
         except torch.OutOfMemoryError:
             raise PCTreeError(
                 f"out of memory in cell {cell.label} on prompt {prompt.index} of task {prompt.task}; lower max_new_tokens or "
                 "the budget and run again: finished prompts are kept"
             ) from None
+        asked = [tree.confidence[0, 1:].tolist() for tree in trees if tree.confidence is not None]
+        confidences = [[round(chance, 4) for chance in chain] for chain in asked]
+        return decoder.result(request), confidences or None
 
     def _compare(self, results: dict[Cell, Record], prompt: BenchPrompt, repeat: int) -> None:
         """Note where each greedy text leaves plain decoding, and how near a tie that was."""

@@ -47,6 +47,7 @@ def command(
     repeats: int = typer.Option(None, help="How often everything is decoded. (default: 1)"),
     seed: int = typer.Option(None, help="Chooses the prompts, and the samples. (default: 980406, DeepSpec's)"),
     dtype: str = typer.Option(None, help="bfloat16, float16 or float32. (default: bfloat16)"),
+    compile: str = typer.Option(None, help="auto or off: whether weights are arranged for speed. (default: auto)"),
     device: str = typer.Option(None, help="auto (CUDA where there is one), cpu, cuda or cuda:N. (default: auto)"),
     output: Path = typer.Option(Path("runs/bench"), "--output", "-o", help="Folder of the records, to write or to go on with."),
     dry_run: bool = typer.Option(False, "--dry-run", help="Show the cells of the matrix and stop."),
@@ -65,7 +66,7 @@ def command(
 
     settings = read_yaml(preset_file(preset) if preset is not None else config)
     settings |= given(target=target, tasks=task or None, prompts=prompts, per_task=per_task, max_new_tokens=max_new_tokens,
-                      repeats=repeats, seed=seed, dtype=dtype, device=device)  # fmt: skip
+                      repeats=repeats, seed=seed, dtype=dtype, device=device, compile=compile)  # fmt: skip
     flags = given(method=method, top_k=top_k, budget=budget, frontier=frontier, temperature=temperature,
                   confidence_threshold=confidence_threshold)  # fmt: skip
     axes = {name: parse_list(name, text) for name, text in flags.items()}
