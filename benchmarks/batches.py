@@ -16,9 +16,9 @@ from statistics import median
 
 import typer
 from rich.table import Table
-from shipped_pair import read_task
 
 from pctree import SpeculativeDecoder
+from pctree.bench.tasks import read_file, select
 from pctree.cli.common import err, out, progress_bar
 from pctree.prompts import encode_prompt
 
@@ -40,7 +40,7 @@ def main(
     """Time every method with every batch size."""
     decoder = SpeculativeDecoder.from_pretrained(target, drafter, dtype=dtype)
     short = [
-        [tokens for text in read_task(file, 64) if len(tokens := encode_prompt(decoder.tokenizer, text)) <= LONGEST]
+        [tokens for text in select(read_file(file), 64) if len(tokens := encode_prompt(decoder.tokenizer, text)) <= LONGEST]
         for file in sorted(prompts.glob("*.jsonl"))
     ]
     ids = [tokens for row in zip(*short, strict=False) for tokens in row][:requests]

@@ -15,10 +15,10 @@ from statistics import fmean
 
 import typer
 from rich.table import Table
-from shipped_pair import read_task
 
 from pctree import SamplingParams, SpeculativeDecoder
 from pctree.batch import Batch
+from pctree.bench.tasks import read_file, select
 from pctree.cli.common import err, out, progress_bar
 from pctree.prompts import encode_prompt
 
@@ -46,7 +46,7 @@ def main(
     decoder = SpeculativeDecoder.from_pretrained(target, drafter, top_k=top_k, budget=budget, dtype=dtype)
     ids = []
     for file in sorted(prompts.glob("*.jsonl")):
-        texts = (encode_prompt(decoder.tokenizer, text) for text in read_task(file, 8 * per_task))
+        texts = (encode_prompt(decoder.tokenizer, text) for text in select(read_file(file), 8 * per_task))
         ids += [tokens for tokens in texts if len(tokens) <= LONGEST][:per_task]
     err.print(f"{len(ids)} prompts")
     columns = {"dspark": "dspark", "shared-markov": "shared-markov", "pctree": "pctree", "pctree, not followed": "pctree"}

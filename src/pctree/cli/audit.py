@@ -11,6 +11,7 @@ from typing import Any
 import typer
 from rich.table import Table
 
+from pctree.bench.tasks import read_file
 from pctree.cli.common import BUDGET, COMPILE, DEVICE, DRAFTER, DTYPE, TARGET, TOP_K, err, out, progress_bar
 from pctree.errors import UsageError
 
@@ -79,21 +80,15 @@ def read_prompts(file: Path | None) -> list[str]:
     """One prompt a line, empty lines left out; of a ``.jsonl`` file the first turns."""
     if file is None:
         return list(PROMPTS)
+    if file.suffix == ".jsonl":
+        return read_file(file)
     try:
-        with file.open() as opened:
-            lines = [(number, line.strip()) for number, line in enumerate(opened, 1) if line.strip()]
+        with file.open() as lines:  # not splitlines(): a prompt may hold other line separators
+            texts = [line.strip() for line in lines if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--prompts {file} cannot be read ({error}); give a text file") from None
-    if not lines:
+    if not texts:
         raise UsageError(f"--prompts {file} holds no prompt; give one a line")
-    if file.suffix != ".jsonl":
-        return [line for _, line in lines]
-    texts = []
-    for number, line in lines:
-        try:
-            texts.append(json.loads(line)["turns"][0])
-        except (json.JSONDecodeError, KeyError, IndexError, TypeError):
-            raise UsageError(f'--prompts {file}, line {number}: expected {{"turns": ["a prompt"]}}') from None
     return texts
 
 
