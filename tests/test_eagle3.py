@@ -59,8 +59,8 @@ def test_every_node_is_scored_on_its_own_path(exact):
             scorer = EagleScorer(draft, alone, *draft.draft_block(alone, anchors[row : row + 1]))
             state, total = scorer.initial_state(), 0.0
             for depth, (parent, child) in enumerate(itertools.pairwise(tokens)):
-                log_probs, state = scorer.score(depth, torch.tensor([[parent]]), state)
-                total += float(log_probs[0, 0, child])
+                logits, state = scorer.logits(depth, torch.tensor([[parent]]), state)
+                total += float(logits[0, 0].log_softmax(-1)[child])
             assert float(tree.log_probs[row, node]) == pytest.approx(total, abs=1e-4)
 
 

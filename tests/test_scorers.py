@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pctree import grow_tree
 from pctree.drafters.heads import MARKOV_HEADS, ConfidenceHead
-from pctree.scorers import BaseScorer, MarkovScorer, SharedMarkovScorer
+from pctree.scorers import BaseScorer, DraftVocabulary, MarkovScorer, SharedMarkovScorer, likeliest
 
 VOCAB, RANK, WIDTH, BLOCK = 11, 4, 6, 5
 
@@ -95,3 +95,20 @@ def test_confidence_head_is_a_sigmoid_of_hidden_and_previous_token(rank):
     read = torch.cat([hidden, embedded], -1) if embedded is not None else hidden
     expected = torch.sigmoid(read @ head.proj.weight[0] + head.proj.bias)
     assert torch.allclose(head(hidden, embedded), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("size", "count"), [(4096, 4), (4096, 1), (6400, 31), (2080, 8), (1001, 5), (40, 40)])
+def test_the_likeliest_tokens_are_those_of_a_whole_sort(size, count, dtype):
+    """In chunks or not; equal logits, which bfloat16 has many of, may come in any order."""
+    logits = torch.randn(2, 3, size, generator=torch.Generator().manual_seed(size)).to(dtype)
+    values, places = likeliest(logits, count)
+    assert values.equal(logits.sort(dim=-1, descending=True).values[..., :count])
+    assert logits.gather(-1, places).equal(values)
+    assert all(len(set(row)) == count for row in places.flatten(0, 1).tolist())
+
+
+def test_log_probabilities_are_normalised_over_the_whole_vocabulary():
+    logits = torch.randn(2, 3, 4096, generator=torch.Generator().manual_seed(1))
+    log_probs, ids = DraftVocabulary(4096).likeliest(logits, 6)
+    torch.testing.assert_close(log_probs, logits.log_softmax(-1).gather(-1, ids))

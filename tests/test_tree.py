@@ -43,12 +43,10 @@ class PathScorer:
     def initial_state(self) -> Tensor:
         return torch.zeros(self.requests, 1, 1, dtype=torch.long)
 
-    def score(self, depth: int, parents: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+    def propose(self, depth: int, parents: Tensor, states: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         path = states[..., 0] * self.vocab + parents if depth else torch.zeros_like(parents)
-        return self.tables[depth].gather(1, path[..., None].expand(-1, -1, self.vocab)), path[..., None]
-
-    def token_ids(self, depth: int, places: Tensor) -> Tensor:
-        return places
+        rows = self.tables[depth].gather(1, path[..., None].expand(-1, -1, self.vocab))
+        return *rows.topk(min(count, self.vocab), dim=-1), path[..., None]
 
     def log_probs(self, request: int, path: tuple[int, ...]) -> list[float]:
         number = 0
@@ -67,11 +65,8 @@ class ConstantScorer:
     def initial_state(self) -> Tensor:
         return torch.zeros(len(self.row), 1, 0)
 
-    def score(self, depth: int, parents: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        return self.row, states
-
-    def token_ids(self, depth: int, places: Tensor) -> Tensor:
-        return places
+    def propose(self, depth: int, parents: Tensor, states: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        return *self.row.topk(min(count, self.row.shape[-1]), dim=-1), states
 
 
 def capped_oracle(scorer: PathScorer, request: int, top_k: int, budget: int) -> dict[tuple[int, ...], float]:

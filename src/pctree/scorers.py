@@ -30,11 +30,13 @@ class DraftVocabulary:
     ids: Tensor | None = None
     reshape: Reshape | None = None
 
-    def log_softmax(self, logits: Tensor) -> Tensor:
-        logits = logits.float()
+    def likeliest(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and token ids [R, P, k] of the ``count`` likeliest tokens of ``logits`` [R, P, V_draft]."""
         if self.reshape is not None:
-            logits = self._reshaped(logits, self.reshape)
-        return logits.log_softmax(-1)
+            logits = self._reshaped(logits.float(), self.reshape)
+        values, places = likeliest(logits, min(count, logits.shape[-1]))
+        log_probs = values.float() - logits.float().logsumexp(-1, keepdim=True)
+        return log_probs, places if self.ids is None else self.ids[places]
 
     def _reshaped(self, logits: Tensor, reshape: Reshape) -> Tensor:
         if self.ids is None:
@@ -44,8 +46,20 @@ class DraftVocabulary:
         whole[..., self.ids] = logits
         return reshape(whole)[..., self.ids]
 
-    def token_ids(self, places: Tensor) -> Tensor:
-        return places if self.ids is None else self.ids[places]
+
+def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """``topk`` over a large last axis: the ``count`` best lie in the ``count`` chunks with the largest maxima, and finding
+    maxima is a single fast pass.
+    """
+    size = logits.shape[-1]
+    chunk = next((c for c in (128, 64, 32) if size % c == 0 and size // c >= 8 * count), None)
+    if chunk is None:
+        return logits.topk(count, dim=-1)
+    chunks = logits.unflatten(-1, (-1, chunk))
+    best = chunks.amax(-1).topk(count, dim=-1).indices
+    candidates = chunks.gather(-2, best[..., None].expand(*best.shape, chunk)).flatten(-2)
+    values, places = candidates.topk(count, dim=-1)
+    return values, best.gather(-1, places // chunk) * chunk + places % chunk
 
 
 class BaseScorer:
@@ -59,11 +73,13 @@ class BaseScorer:
     def initial_state(self) -> Tensor:
         return self.base_logits.new_zeros(len(self.base_logits), 1, 0)
 
-    def score(self, depth: int, parents: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        return self.vocabulary.log_softmax(self.base_logits[:, depth : depth + 1]), states
+    def logits(self, depth: int, parents: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [R, P or 1, V_draft] of all children, and the states that they inherit."""
+        return self.base_logits[:, depth : depth + 1], states
 
-    def token_ids(self, depth: int, places: Tensor) -> Tensor:
-        return self.vocabulary.token_ids(places)
+    def propose(self, depth: int, parents: Tensor, states: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        logits, states = self.logits(depth, parents, states)
+        return *self.vocabulary.likeliest(logits, count), states
 
 
 class MarkovScorer(BaseScorer):
@@ -76,10 +92,10 @@ class MarkovScorer(BaseScorer):
     def initial_state(self) -> Tensor:
         return self.head.initial_state(len(self.base_logits))
 
-    def score(self, depth: int, parents: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+    def logits(self, depth: int, parents: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         slot = slice(depth, depth + 1)
         latent, states = self.head(parents, self.hidden[:, slot], states)
-        return self.vocabulary.log_softmax(self.base_logits[:, slot] + self.head.bias(latent)), states
+        return self.base_logits[:, slot] + self.head.bias(latent), states
 
 
 class SharedMarkovScorer(BaseScorer):
@@ -97,21 +113,17 @@ class SharedMarkovScorer(BaseScorer):
         anchors: Tensor,
         vocabulary: DraftVocabulary | None = None,
     ):
-        super().__init__(base_logits, vocabulary)
         chain = MarkovScorer(base_logits, hidden, head, vocabulary)
         parents, states = anchors[:, None], chain.initial_state()
-        log_probs = []
+        along = []
         for depth in range(chain.depth):
-            layer, states = chain.score(depth, parents, states)
-            parents = chain.token_ids(depth, layer.argmax(-1))
-            log_probs.append(layer)
-        self.log_probs = torch.cat(log_probs, dim=1)
-
-    def score(self, depth: int, parents: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        return self.log_probs[:, depth : depth + 1], states
+            logits, states = chain.logits(depth, parents, states)
+            parents = chain.vocabulary.likeliest(logits, 1)[1][..., 0]
+            along.append(logits)
+        super().__init__(torch.cat(along, dim=1), vocabulary)
 
 
-class EagleScorer:
+class EagleScorer(BaseScorer):
     """One forward of the EAGLE-3 layer for every layer of the tree.
 
     A node's state is the number of the expansion that its parent had: 0 is the root's, whose row is committed; expansion
@@ -126,18 +138,18 @@ class EagleScorer:
         logits: Tensor,
         vocabulary: DraftVocabulary | None = None,
     ):
+        super().__init__(logits, vocabulary)
         self.drafter, self.context = drafter, context
-        self.vocabulary = vocabulary or DraftVocabulary(logits.shape[-1])
         self.depth = drafter.config.draft_length
-        self.root_logits, self.hidden = logits, hidden  # hidden [R, expansions, H]
+        self.hidden = hidden  # [R, expansions, H]
         self.sees = torch.zeros(len(hidden), 1, 0, dtype=torch.bool, device=hidden.device)  # [R, expansions, rows]
 
     def initial_state(self) -> Tensor:
         return torch.zeros(len(self.hidden), 1, 1, dtype=torch.long, device=self.hidden.device)
 
-    def score(self, depth: int, parents: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+    def logits(self, depth: int, parents: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         if depth == 0:
-            return self.vocabulary.log_softmax(self.root_logits), states
+            return self.base_logits, states
         requests, width = parents.shape
         known, rows = self.sees.shape[1:]
         hidden = self.hidden.gather(1, states.expand(-1, -1, self.hidden.shape[-1]))
@@ -149,7 +161,4 @@ class EagleScorer:
         self.sees = torch.cat([padded, ancestors], dim=1)
         self.hidden = torch.cat([self.hidden, out], dim=1)
         expansions = torch.arange(known, known + width, device=parents.device).expand(requests, -1)
-        return self.vocabulary.log_softmax(logits), expansions[..., None]
-
-    def token_ids(self, depth: int, places: Tensor) -> Tensor:
-        return self.vocabulary.token_ids(places)
+        return logits, expansions[..., None]

@@ -78,20 +78,16 @@ class Scorer(Protocol):
         """State [R, 1, s] of the root (s may be 0)."""
         ...
 
-    def score(self, depth: int, parents: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Children of P parents that stand at ``depth``.
+    def propose(self, depth: int, parents: Tensor, states: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The ``count`` likeliest children (or all, if there are fewer) of P parents that stand at ``depth``.
 
         Args:
             parents: token ids [R, P].
             states: [R, P, s].
         Returns:
-            Log-probabilities [R, P, V], or [R, 1, V] where they do not depend on the parent, and the state [R, P, s]
-            that all children of a parent inherit.
+            Log-probabilities and token ids [R, P, k], or [R, 1, k] where they do not depend on the parent, likeliest
+            first, and the state [R, P, s] that all children of a parent inherit.
         """
-        ...
-
-    def token_ids(self, depth: int, places: Tensor) -> Tensor:
-        """Token ids of the children at these places [R, P, k] of the last axis of :meth:`score`."""
         ...
 
 
@@ -122,16 +118,14 @@ def grow_tree(scorer: Scorer, anchors: Tensor, *, top_k: int = 4, budget: int = 
     frontier = torch.zeros_like(tokens)  # indices of the parents to expand
     states = scorer.initial_state()
     for depth in range(scorer.depth if budget > 1 else 0):
-        log_probs, states = scorer.score(depth, tokens.gather(1, frontier), states)
-        proposed = log_probs.topk(min(width, log_probs.shape[-1]), dim=-1)
-        children = proposed.values.shape[-1]
-        added = proposed.values.clamp(FLOOR, 0.0)  # rounding can lift a certain token above probability 1
+        log_probs, token_ids, states = scorer.propose(depth, tokens.gather(1, frontier), states, width)
+        children = log_probs.shape[-1]
+        added = log_probs.clamp(FLOOR, 0.0)  # rounding can lift a certain token above probability 1
         parent_scores = scores.gather(1, frontier).masked_fill(depths.gather(1, frontier) != depth, -torch.inf)
         shape = (requests, frontier.shape[1], children)
 
         known = tokens.shape[1]
-        children_ids = scorer.token_ids(depth, proposed.indices)
-        tokens = torch.cat([tokens, children_ids.expand(shape).flatten(1)], dim=1)
+        tokens = torch.cat([tokens, token_ids.expand(shape).flatten(1)], dim=1)
         parents = torch.cat([parents, frontier[..., None].expand(shape).flatten(1)], dim=1)
         depths = torch.cat([depths, torch.full_like(parents[:, known:], depth + 1)], dim=1)
         scores = torch.cat([scores, (parent_scores[..., None] + added).flatten(1)], dim=1)
