@@ -1,0 +1,212 @@
+"""What the paper claims, put to our records: does it hold here, and with which numbers?
+
+Each claim looks for the cells that it needs; where they were not run it says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from pctree.bench.formatting import gain as show_gain
+from pctree.bench.formatting import number, percent
+from pctree.bench.measures import Estimate, acceptance_by_depth, speedup_gain, tau_gain
+from pctree.bench.study import Cell, Study
+
+Measure = Callable[[Cell, "str | None"], "float | None"]
+
+HOLDS, IN_PART, FAILS = "holds", "holds in part", "does not hold"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement of the paper, the verdict of our records, and the numbers behind it."""
+
+    statement: str
+    verdict: str
+    evidence: list[str]
+
+
+def claims(study: Study) -> list[Claim]:
+    """Every claim that the records can test."""
+    tests = (ordering, wide_trees, long_blocks, against_ddtree, speed, best_budget_speed)
+    return [claim for test in tests if (claim := test(study)) is not None]
+
+
+def ordering(study: Study) -> Claim | None:
+    """PCTree > Shared-Markov > chain in τ."""
+    verdicts, evidence = [], []
+    for drafter in study.drafters:
+        chosen = study.trio(drafter)
+        if chosen is None:
+            continue
+        tasks, failing = _tasks(study.tau, study.tasks, chosen)
+        if not tasks:
+            continue
+        means = [study.tau(cell) for cell in chosen]
+        verdicts.append(_verdict(failing, _rising(means)))
+        steps = [tau_gain(study.of(a), study.of(b)) for a, b in pairwise(chosen)]
+        text = (
+            f"{_named(study, drafter)}, {chosen[2].point}: on {_of(tasks, failing)}. Mean τ: chain "
+            f"{number(means[0])}, Shared-Markov {number(means[1])}, PCTree {number(means[2])}; the steps are "
+            f"{show_gain(steps[0])} and {show_gain(steps[1])}."
+        )
+        for task in failing:
+            text += f" {task}: {', '.join(number(study.tau(cell, task)) for cell in chosen)}."
+        evidence.append(text)
+    return _claim("PCTree's τ is above Shared-Markov's, and that above the chain's, on every task.", verdicts, evidence)
+
+
+def wide_trees(study: Study) -> Claim | None:
+    """k = 8 gives no more than k = 4."""
+    verdicts, evidence = [], []
+    for sweep in study.sweeps("k"):
+        by_k = {sweep.value(cell): cell for cell in sweep.cells}
+        if sweep.cells[-1].method != "pctree" or not {4, 8} <= by_k.keys():
+            continue
+        gain = tau_gain(study.of(by_k[4]), study.of(by_k[8]))
+        faster = speedup_gain(study.of(by_k[4]), study.of(by_k[8]), study.plain)
+        verdicts.append(FAILS if _is_above_zero(gain) else HOLDS)
+        evidence.append(
+            f"{_named(study, by_k[4].drafter)}, {sweep.held}: mean τ {number(study.tau(by_k[4]))} at k = 4, "
+            f"{number(study.tau(by_k[8]))} at k = 8, difference {show_gain(gain)}"
+            + (f"; AR speedup differs by {show_gain(faster)}." if faster else ".")
+        )
+    return _claim("k = 8 gives no more τ than k = 4.", verdicts, evidence)
+
+
+def long_blocks(study: Study) -> Claim | None:
+    """A larger B gives a larger τ."""
+    verdicts, evidence = [], []
+    by_block = {size: name for name, size in study.drafters.items() if study.main_cell("dspark", name)}
+    if len(by_block) < 2:
+        return None
+    short, long = by_block[min(by_block)], by_block[max(by_block)]
+    for method in ("dspark", "pctree"):
+        before, after = study.main_cell(method, short), study.main_cell(method, long)
+        if before is None or after is None:
+            continue
+        gain = tau_gain(study.of(before), study.of(after))
+        tasks, failing = _tasks(study.tau, study.tasks, [before, after])
+        if not tasks:
+            continue
+        verdicts.append(_verdict(failing, _is_gain(gain)))
+        full = acceptance_by_depth(study.of(before), min(by_block))[-1]
+        evidence.append(
+            f"{before.name}: mean τ {number(study.tau(before))} at B = {min(by_block)}, {number(study.tau(after))} at "
+            f"B = {max(by_block)}, difference {show_gain(gain)}; larger on "
+            f"{_of(tasks, failing)}. At B = {min(by_block)}, {percent(full, 1)} of the rounds accept all drafts, "
+            "and only those can gain from more."
+        )
+    return _claim("A larger block size B gives a larger τ.", verdicts, evidence)
+
+
+def against_ddtree(study: Study) -> Claim | None:
+    """PCTree is above DDTree with a DFlash drafter."""
+    verdicts, evidence = [], []
+    headless = [name for name in study.drafters if study.main_cell("ddtree", name) and not study.main_cell("pctree", name)]
+    for drafter in study.drafters:
+        mine = study.main_cell("pctree", drafter)
+        for other in headless:
+            theirs = study.main_cell("ddtree", other)
+            if mine is None or theirs is None or mine.block_size != theirs.block_size or mine.budget != theirs.budget:
+                continue
+            gain = tau_gain(study.of(theirs), study.of(mine))
+            tasks, failing = _tasks(study.tau, study.tasks, [theirs, mine])
+            if not tasks:
+                continue
+            verdicts.append(_verdict(failing, _is_gain(gain)))
+            evidence.append(
+                f"{mine}: mean τ {number(study.tau(mine))}; {theirs}: {number(study.tau(theirs))}; difference "
+                f"{show_gain(gain)}; above on {_of(tasks, failing)}."
+            )
+    return _claim("PCTree's τ is above DDTree's with a DFlash drafter of the same block size.", verdicts, evidence)
+
+
+def speed(study: Study) -> Claim | None:
+    """PCTree is faster than the chain."""
+    verdicts, evidence = [], []
+    for drafter in study.drafters:
+        chain, tree = study.main_cell("dspark", drafter), study.main_cell("pctree", drafter)
+        if chain is None or tree is None or study.speedup(tree) is None:
+            continue
+        tasks, failing = _tasks(study.speedup, study.tasks, [chain, tree])
+        if not tasks:
+            continue
+        gain = speedup_gain(study.of(chain), study.of(tree), study.plain)
+        verdicts.append(_verdict(failing, _is_gain(gain)))
+        evidence.append(
+            f"{_named(study, drafter)}, {tree.point}: mean AR speedup {number(study.speedup(chain))}× for the chain, "
+            f"{number(study.speedup(tree))}× for PCTree, difference {show_gain(gain)}; faster on "
+            f"{_of(tasks, failing)}. {_break_even(study, [chain, tree])}"
+        )
+    return _claim("PCTree's AR speedup is above the chain's on every task.", verdicts, evidence)
+
+
+def best_budget_speed(study: Study) -> Claim | None:
+    """At its best N, PCTree is faster than the chain on the mean over tasks."""
+    verdicts, evidence = [], []
+    for sweep in study.sweeps("N"):
+        chain = study.main_cell("dspark", sweep.cells[0].drafter)
+        speeds = [(found, cell) for cell in sweep.cells if (found := study.speedup(cell)) is not None]
+        if sweep.name != "PCTree" or chain is None or not speeds:
+            continue
+        best = max(speeds, key=lambda pair: pair[0])[1]
+        gain = speedup_gain(study.of(chain), study.of(best), study.plain)
+        verdicts.append(HOLDS if _is_gain(gain) else FAILS)
+        evidence.append(
+            f"{_named(study, chain.drafter)}: PCTree at its best N = {best.budget} runs at {number(study.speedup(best))}×, the "
+            f"chain at {number(study.speedup(chain))}×, difference {show_gain(gain)}. "
+            f"{_break_even(study, [chain, best])}"
+        )
+    return _claim("At its best N, PCTree's mean AR speedup is above the chain's (a bar of our own).", verdicts, evidence)
+
+
+# --- helpers ------------------------------------------------------------------------------------------------------------
+
+
+def _claim(statement: str, verdicts: Sequence[str], evidence: list[str]) -> Claim | None:
+    if not verdicts:
+        return None
+    return Claim(statement, verdicts[0] if len(set(verdicts)) == 1 else IN_PART, evidence)
+
+
+def _named(study: Study, drafter: str | None) -> str:
+    return f"Drafter {drafter} (B = {study.drafters[drafter or '']})"
+
+
+def _tasks(measure: Measure, tasks: Sequence[str], cells: Sequence[Cell]) -> tuple[list[str], list[str]]:
+    """The tasks that all cells have, and those of them on which the measure does not rise from cell to cell."""
+    rows = {task: [measure(cell, task) for cell in cells] for task in tasks}
+    shared = {task: values for task, values in rows.items() if None not in values}
+    return list(shared), [task for task, values in shared.items() if not _rising(values)]
+
+
+def _rising(values: Sequence[float | None]) -> bool:
+    return all(a is not None and b is not None and a < b for a, b in pairwise(values))
+
+
+def _verdict(failing: Sequence[str], in_the_mean: bool) -> str:
+    return HOLDS if not failing else IN_PART if in_the_mean else FAILS
+
+
+def _of(tasks: Sequence[str], failing: Sequence[str]) -> str:
+    count = f"{len(tasks) - len(failing)} of {len(tasks)} tasks"
+    return f"{count} (not on {', '.join(failing)})" if failing else count
+
+
+def _is_gain(found: Estimate | None) -> bool:
+    return found is not None and found.value > 0
+
+
+def _is_above_zero(found: Estimate | None) -> bool:
+    return found is not None and (found.value if found.low is None else found.low) > 0
+
+
+def _break_even(study: Study, cells: Sequence[Cell]) -> str:
+    """What a round costs in plain steps: below that many tokens a round a method is slower than plain decoding."""
+    if not study.plain:
+        return ""
+    costs = " and ".join(f"{number(study.plain_steps(cell))} with the {cell.name}" for cell in cells)
+    return f"A round costs {costs}, in steps of plain decoding; only tokens beyond that make it faster."

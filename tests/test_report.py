@@ -1,0 +1,318 @@
+"""The report on a benchmark: what it says, what it leaves out, and how it fails."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import bench_records
+import pytest
+from bench_records import ENVIRONMENT, matrix, record
+
+from pctree.bench import plots
+from pctree.bench.claims import FAILS, HOLDS, IN_PART, claims
+from pctree.bench.csv_files import cell_rows, csv_files, depth_rows, sweep_rows
+from pctree.bench.records import read_records
+from pctree.bench.report import build, html, markdown
+from pctree.bench.study import studies
+from pctree.cli import main
+from pctree.errors import UsageError
+
+ENVIRONMENTS = {ENVIRONMENT["environment"]: ENVIRONMENT}
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """The study of the whole matrix, made once: its summaries are kept."""
+    return studies(matrix(), ENVIRONMENTS)[0]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Call ``pctree report``; gives the exit code and both outputs."""
+
+    def call(*arguments) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["pctree", "report", *map(str, arguments)])
+        try:
+            main()
+            code = 0
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def study_of(records):
+    return studies(records, ENVIRONMENTS)[0]
+
+
+def titles(records, **options) -> list[str]:
+    return [s.title.split(":")[0] for chapter in build(records, ENVIRONMENTS, draw=False, **options) for s in chapter.sections]
+
+
+# --- records ------------------------------------------------------------------------------------------------------------
+
+
+def test_records_are_merged_and_the_first_of_a_kind_wins(tmp_path):
+    one, two = record(index=0, prompt_tokens=7), record(index=1)
+    text = record(index=2, finish_reason="a\u2028b")
+    bench_records.write(tmp_path / "a", [one, text])
+    bench_records.write(tmp_path / "b", [one | {"prompt_tokens": 8}, two])
+    with (tmp_path / "b" / "records.jsonl").open("a") as file:
+        file.write('{"kind": "record", "torn')  # a killed run
+    records, environments = read_records([tmp_path / "a", tmp_path / "b" / "records.jsonl"])
+    assert records == [one, text, two]
+    assert environments == ENVIRONMENTS
+
+
+@pytest.mark.parametrize("line", [b"nonsense", b"[1]", b'{"kind": "other"}', b'{"kind": "record", "task": "x"}', b"\xff{}"])
+def test_a_broken_line_is_named(tmp_path, line):
+    (tmp_path / "r.jsonl").write_bytes(
+        json.dumps(record()).encode() + b"\n" + line + b"\n" + json.dumps(record()).encode() + b"\n"
+    )
+    with pytest.raises(UsageError, match=r"r\.jsonl,? line 2\b"):
+        read_records([tmp_path])
+
+
+# --- cells, sweeps, settings --------------------------------------------------------------------------------------------
+
+
+def test_the_cell_nearest_to_the_papers_point_stands_for_a_method():
+    records = [record("pctree", "b7", top_k=k, budget=n) for k, n in ((8, 64), (2, 16), (4, 16), (8, 16))]
+    assert [cell.point for cell in study_of(records).main] == ["k = 4, N = 16"]
+
+
+def test_sweeps_and_knees(whole):
+    sweeps = {str(sweep): sweep for variable in "kN" for sweep in whole.sweeps(variable)}
+    assert list(sweeps) == [
+        "PCTree (b7, N = 32)", "EAGLE-3 tree (eagle3, N = 32)", "PCTree (b16, N = 32)",
+        "PCTree (b7, k = 4)", "DDTree (dflash)", "PCTree (b16, k = 4)",
+    ]  # fmt: skip
+    eagle = sweeps["EAGLE-3 tree (eagle3, N = 32)"]
+    assert [cell.name for cell in eagle.cells] == ["EAGLE-3 chain", "EAGLE-3 tree", "EAGLE-3 tree"]
+    taus = dict(zip(sweeps["PCTree (b7, k = 4)"].cells, (2.0, 2.97, 3.0, 2.9), strict=True))
+    knee = sweeps["PCTree (b7, k = 4)"].knee(taus.get)
+    assert knee is not None
+    assert knee.budget == 16
+    assert sweeps["DDTree (dflash)"].knee(lambda cell: None) is None
+
+
+def test_what_cannot_be_compared_is_kept_apart():
+    gpu = ENVIRONMENT | {"environment": "b", "device": "NVIDIA H20"}
+    records = [record(), record(index=1), record(dtype="float32"), record(environment="b"), record(temperature=0.7)]
+    found = studies(records, ENVIRONMENTS | {"b": gpu})
+    assert [(s.setting.dtype, s.setting.machine, s.setting.decoding, len(s.records)) for s in found] == [
+        ("bfloat16", "Test CPU (2 threads)", "greedy", 2),
+        ("bfloat16", "NVIDIA H20", "greedy", 1),
+        ("float32", "Test CPU (2 threads)", "greedy", 1),
+        ("bfloat16", "Test CPU (2 threads)", "temperature 0.7", 1),
+    ]
+
+
+def test_one_name_for_two_drafters_is_told_apart():
+    records = [record("dspark", "b7"), record("dspark", "b7", drafter_source="other")]
+    assert list(study_of(records).drafters) == ["b7 = other", "b7 = smollm2-b7"]
+
+
+def test_variants_have_names():
+    records = [
+        record("pctree", "b7", frontier="exact"),
+        record("dspark", "b7", confidence_threshold=0.4),
+        record("eagle3", "eagle3", top_k=1),
+        record("newest", "b7"),
+    ]
+    assert [str(cell) for cell in study_of(records).cells] == [
+        "DSpark chain, threshold 0.4 (b7)", "PCTree, exact frontier (b7, N = 32)", "EAGLE-3 chain (eagle3)",
+        "newest (b7, k = 4, N = 32)",
+    ]  # fmt: skip
+
+
+def test_a_confidence_threshold_has_a_section_of_its_own():
+    records = [record("dspark", "b7", confidence_threshold=t) for t in (0.0, 0.4)] + [
+        record("pctree", "b7"),
+        record("dspark", "b16"),
+    ]
+    assert [str(cell) for cell in study_of(records).main] == [
+        "DSpark chain (b7)",
+        "PCTree (b7, k = 4, N = 32)",
+        "DSpark chain (b16)",
+    ]
+    text = markdown(build(records, ENVIRONMENTS, draw=False))
+    section = text[text.index("### Confidence threshold") : text.index("### Set-up")]
+    assert re.findall(r"\n\| (DSpark[^|]*) \|", section) == ["DSpark chain (b7)", "DSpark chain, threshold 0.4 (b7)"]
+
+
+# --- the paper's claims -------------------------------------------------------------------------------------------------
+
+
+def test_every_claim_is_tested_on_the_whole_matrix(whole):
+    found = claims(whole)
+    assert len(found) == 6
+    assert {claim.verdict for claim in found} <= {HOLDS, IN_PART, FAILS}
+    assert all(claim.evidence for claim in found)
+
+
+@pytest.mark.parametrize(("mbpp", "gsm8k", "verdict"), [(3, 4, HOLDS), (1, 4, IN_PART), (1, 1, FAILS)])
+def test_a_claim_holds_on_every_task_in_the_mean_or_not(mbpp, gsm8k, verdict):
+    lengths = {"dspark": (1, 1), "shared-markov": (2, 2), "pctree": (mbpp, gsm8k)}
+    records = [
+        record(method, "b7", task, index, lengths=[length])
+        for method, pair in lengths.items()
+        for task, length in zip(("mbpp", "gsm8k"), pair, strict=True)
+        for index in range(2)
+    ]
+    claim = claims(study_of(records))[0]
+    assert claim.verdict == verdict
+    assert ("mbpp" in claim.evidence[0]) == (verdict != HOLDS)
+
+
+def test_methods_on_different_tasks_test_no_claim():
+    trees = [record("shared-markov", "b7", "mbpp"), record("pctree", "b7", "mbpp")]
+    assert claims(study_of([record("dspark", "b7", "gsm8k"), *trees])) == []
+
+
+def test_k_8_is_no_better_unless_the_interval_says_so():
+    def swept(eight: list[int]):
+        four = [2, 4, 3, 3]
+        return study_of(
+            [record("pctree", "b7", index=i, top_k=k, lengths=[n])
+             for k, found in ((4, four), (8, eight)) for i, n in enumerate(found)]
+        )  # fmt: skip
+
+    assert claims(swept([3, 5, 4, 4]))[0].verdict == FAILS
+    assert claims(swept([6, 2, 3, 3]))[0].verdict == HOLDS
+
+
+# --- the report ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_section_of_the_whole_matrix():
+    assert titles(matrix(prompts=2, repeats=2), with_paper=True) == [
+        "At a glance", "Main table", "Sweep of k", "Sweep of N", "Time a round, by stage", "Acceptance by depth",
+        "Decomposition", "All cells", "Beside the published figures", "Where this differs from the paper", "Flips", "Loops",
+        "Calibration of the confidence head", "Do repeats agree?", "Set-up",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [record()],
+        [record("pctree", "b7")],
+        [record("pctree", "b7", lengths=[])],
+        [record(), record("dspark", "b7", temperature=1.0)],
+        [r for r in matrix(1, ("odd",)) if r["method"] != "ar"],
+        [record(), record("newest", "b7"), record("pctree", None, top_k=None, budget=None)],
+    ],
+    ids=["ar-alone", "no-ar", "no-round", "other-temperature", "one-task", "unknown"],
+)
+def test_missing_pieces_shrink_the_report(records):
+    chapters = build(records, {}, with_paper=True, draw=False)
+    assert html(chapters)
+    assert markdown(chapters)
+    assert csv_files([chapter.study for chapter in chapters])["cells.csv"].count("\n") > 1
+
+
+def test_cells_that_lack_prompts_are_named():
+    text = markdown(build([record(), record(index=1), record("dspark", "b7")], ENVIRONMENTS, draw=False))
+    assert "| DSpark chain (b7) | lacks 1 of the 2 prompts |" in text
+
+
+def test_the_published_figures_stand_beside_ours():
+    text = markdown(build(matrix(prompts=2), ENVIRONMENTS, with_paper=True, draw=False))
+    for published in ("6.31 → 7.24 (+15 %)", "6.14× → 6.60× (+7 %)", "10.225", "10.850", "3.52", "| Qwen3-4B | **smollm2** |"):
+        assert published in text
+    assert "| gsm8k | 16 | 9.41 → 11.16 (+19 %) | " in text
+    assert "Beside the published" not in markdown(build(matrix(prompts=1), ENVIRONMENTS, draw=False))
+
+
+def test_texts_of_others_are_escaped():
+    nasty = "<script>|**"
+    chapters = build([record(task=nasty), record("pctree", "b7", task=nasty)], ENVIRONMENTS, draw=False)
+    assert "<script>" not in html(chapters)
+    assert "&lt;script&gt;" in html(chapters)
+    assert "| <script>\\|** |" in markdown(chapters)
+
+
+def test_csv_is_tidy_and_agrees_with_the_records(whole):
+    rows = list(csv.DictReader(io.StringIO(csv_files([whole])["cells.csv"])))
+    assert len(rows) == len(whole.cells) * (len(whole.tasks) + 1)
+    row = next(r for r in rows if (r["method"], r["drafter"], r["task"]) == ("dspark", "b7", "gsm8k"))
+    lengths = [n for r in whole.records if (r["method"], r["drafter"], r["task"]) == ("dspark", "b7", "gsm8k")
+               for n in r["acceptance_lengths"]]  # fmt: skip
+    assert float(row["tau"]) == pytest.approx(sum(lengths) / len(lengths), abs=1e-4)
+    assert float(row["tau_low"]) <= float(row["tau"]) <= float(row["tau_high"])
+    assert len({tuple(r) for r in map(dict.keys, cell_rows(whole))}) == 1
+    knees = [r for r in sweep_rows(whole) if r["knee_tau"]]
+    assert len(knees) == 6
+    for cell in whole.speculating:
+        depths = [r for r in depth_rows(whole) if r["method"] == cell.method and r["drafter"] == cell.drafter
+                  and (r["top_k"], r["budget"]) == (cell.top_k, cell.budget)]  # fmt: skip
+        assert [r["depth"] for r in depths] == list(range(cell.block_size + 1))
+        assert sum(r["exactly"] for r in depths) == pytest.approx(1)
+
+
+def test_plots_are_inside_the_page_and_follow_its_colours(tmp_path, run):
+    pytest.importorskip("matplotlib")
+    folder = bench_records.write(tmp_path / "run", matrix(prompts=2, tasks=("gsm8k",)))
+    code, out, err = run(folder)
+    assert (code, err) == (0, "")
+    assert "report.html" in out
+    page = (folder / "report" / "report.html").read_text()
+    assert len(re.findall("<figure", page)) == 8
+    links = re.findall(r'(?:href|src)="([^"]*)"', page) + re.findall(r"url\(([^)]*)\)", page)
+    assert all(link.startswith("#") for link in links)
+    assert "@import" not in page
+    assert "prefers-color-scheme: dark" in page
+    inside = page[page.index("<main>") :]
+    assert "var(--pctree)" in inside
+    assert "#0a8a6a" not in inside
+    text = (folder / "report" / "report.md").read_text()
+    named = re.findall(r"\]\((plots/[^)]*)\)", text)
+    assert len(named) == 8
+    for name in named:
+        ElementTree.parse(folder / "report" / name)
+
+
+def test_a_plot_is_the_same_every_time(whole):
+    pytest.importorskip("matplotlib")
+    one, two = (plots.draw(plots.depth, whole) for _ in range(2))
+    assert one == two
+
+
+def test_without_matplotlib_there_are_tables(tmp_path, run, monkeypatch):
+    monkeypatch.setattr(plots, "available", lambda: False)
+    folder = bench_records.write(tmp_path / "run", [record(), record("pctree", "b7")])
+    code, _, err = run(folder / "records.jsonl", "--output", tmp_path / "out", "--paper")
+    assert code == 0
+    assert "pip install 'pctree[bench]'" in err.replace("\n", " ")
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == ["cells.csv", "depth.csv", "report.html", "report.md", "sweeps.csv"]
+    assert "<table>" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_json_is_one_object(tmp_path, run, monkeypatch):
+    monkeypatch.setattr(plots, "available", lambda: False)
+    folder = bench_records.write(tmp_path / "run", matrix(prompts=1))
+    code, out, _ = run(folder, "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["files"][0].endswith("report.html")
+    assert {row["method"] for row in found["settings"][0]["cells"]} >= {"ar", "pctree", "eagle3"}
+    assert found["settings"][0]["claims"]
+
+
+def test_bad_input_is_one_line(tmp_path, run):
+    code, _, err = run(tmp_path / "nowhere")
+    assert code == 2
+    assert "nowhere" in err
+    code, _, err = run(bench_records.write(tmp_path / "empty", []))
+    assert code == 2
+    assert "no record" in err
+    assert err.count("\n") == 1
