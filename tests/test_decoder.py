@@ -58,6 +58,7 @@ def cut(tokens: list[int], stop: set[int]) -> list[int]:
     top_k=st.integers(1, 8),
     budget=st.integers(1, 64),
     frontier=st.sampled_from(["capped", "exact"]),
+    candidates=st.sampled_from([0, 0, 3, 17]),
     boost=st.sampled_from([0.0, 2.0, 4.0, 8.0]),  # random drafters accept too little to exercise much
     max_new_tokens=st.integers(1, 40),
     stop_at=st.none() | st.integers(0, 39),
@@ -68,8 +69,9 @@ def cut(tokens: list[int], stop: set[int]) -> list[int]:
     data=st.data(),
 )
 def test_tokens_are_those_of_plain_greedy_decoding(
-    kind, head, block_size, top_k, budget, frontier, boost, max_new_tokens, stop_at, vocab, own, prompt_length, seed, data
-):
+    kind, head, block_size, top_k, budget, frontier, candidates, boost, max_new_tokens, stop_at, vocab, own, prompt_length,
+    seed, data
+):  # fmt: skip
     method = data.draw(st.sampled_from(sorted(METHODS) if head else HEADLESS), label="method")
     model = tiny.target(kind, seed=seed, vocab=vocab)
     prompt = tiny.prompt(seed, prompt_length, vocab)
@@ -81,7 +83,7 @@ def test_tokens_are_those_of_plain_greedy_decoding(
 
     draft = tiny.drafter(model, head, seed=seed, block_size=block_size, own=own)
     draft.future, draft.boost = prompt + expected, boost
-    decoder = tiny.decoder(model, draft, method, top_k=top_k, budget=budget, frontier=frontier)
+    decoder = tiny.decoder(model, draft, method, top_k=top_k, budget=budget, frontier=frontier, candidates=candidates)
     result = decoder.generate(prompt, max_new_tokens=max_new_tokens, stop_token_ids=sorted(stop))
     assert result.token_ids == cut(expected, stop)
     assert result.finish_reason == ("stop" if stop else "length")
@@ -370,6 +372,7 @@ def test_prompts_that_cannot_be_decoded_are_refused():
         ({"confidence_threshold": 1.5}, "confidence_threshold is 1.5; it must be between 0 and 1"),
         ({"confidence_threshold": 0.5}, "confidence_threshold cuts a chain, which pctree does not draft"),
         ({"confidence_threshold": 0.5, "method": "dspark"}, "confidence_threshold needs a confidence head"),
+        ({"candidates": -1}, "candidates is -1; it must be at least 1"),
         ({"top_k": 41}, "top_k is 41; it must not be above the drafter's vocabulary of 40"),
     ],
 )

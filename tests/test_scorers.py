@@ -11,7 +11,15 @@ from torch import Tensor
 
 from pctree import grow_tree
 from pctree.drafters.heads import MARKOV_HEADS, ConfidenceHead
-from pctree.scorers import BaseScorer, DraftVocabulary, MarkovScorer, SharedMarkovScorer, likeliest
+from pctree.scorers import (
+    BaseScorer,
+    DraftVocabulary,
+    MarkovScorer,
+    SharedMarkovScorer,
+    ShortlistScorer,
+    likeliest,
+    shortlist,
+)
 
 VOCAB, RANK, WIDTH, BLOCK = 11, 4, 6, 5
 
@@ -64,7 +72,7 @@ def test_every_path_is_scored_with_its_own_parents(kind, exact, block):
 def test_shared_markov_reuses_the_greedy_chain(kind, block):
     logits, hidden, anchors = block
     head = random_head(kind)
-    tree = grow_tree(SharedMarkovScorer(logits, hidden, head, anchors), anchors, top_k=4, budget=32)
+    tree = grow_tree(SharedMarkovScorer(MarkovScorer(logits, hidden, head), anchors), anchors, top_k=4, budget=32)
     for request in range(2):
         layers, state, previous = [], torch.zeros(RANK), int(anchors[request])
         for depth in range(BLOCK):
@@ -112,3 +120,38 @@ def test_log_probabilities_are_normalised_over_the_whole_vocabulary():
     logits = torch.randn(2, 3, 4096, generator=torch.Generator().manual_seed(1))
     log_probs, ids = DraftVocabulary(4096).likeliest(logits, 6)
     torch.testing.assert_close(log_probs, logits.log_softmax(-1).gather(-1, ids))
+
+
+@pytest.mark.parametrize("kind", tiny.HEADS)
+def test_a_shortlist_of_all_tokens_grows_the_same_tree(kind, block):
+    logits, hidden, anchors = block
+    head = random_head(kind)
+    whole = grow_tree(MarkovScorer(logits, hidden, head), anchors, top_k=4, budget=32)
+    listed = grow_tree(ShortlistScorer(logits, hidden, head, DraftVocabulary(VOCAB), VOCAB), anchors, top_k=4, budget=32)
+    assert listed.token_ids.equal(whole.token_ids)
+    torch.testing.assert_close(listed.log_probs, whole.log_probs, atol=1e-4, rtol=1e-4)
+
+
+def test_tokens_off_the_list_keep_their_share(block):
+    """Four of eleven tokens are listed; the others count with their base logits, as the docstring says."""
+    logits, hidden, anchors = block
+    head = random_head("vanilla")
+    scorer = ShortlistScorer(logits, hidden, head, DraftVocabulary(VOCAB), 4)
+    log_probs, ids, _ = scorer.propose(2, anchors[:, None], scorer.initial_state(), 3)
+    for request in range(2):
+        listed = logits[request, 2].topk(4).indices
+        bias, _ = slow_step(head, int(anchors[request]), hidden[request, 2], torch.zeros(RANK))
+        mixed = logits[request, 2].clone()
+        mixed[listed] += bias[listed]
+        expected = mixed.log_softmax(-1)[listed].sort(descending=True)
+        torch.testing.assert_close(log_probs[request, 0], expected.values[:3], atol=1e-4, rtol=1e-4)
+        assert ids[request, 0].tolist() == listed[expected.indices[:3]].tolist()
+
+
+def test_the_shortlist_of_a_large_vocabulary_holds_the_best_of_every_chunk():
+    logits = torch.randn(2, 3, 64 * 20, generator=torch.Generator().manual_seed(3))
+    places = shortlist(logits, 20)
+    assert places[..., 0].equal(logits.argmax(-1))
+    assert (places // 64).sort(dim=-1).values.equal(torch.arange(20).expand(2, 3, -1))
+    assert logits.gather(-1, places).equal(logits.unflatten(-1, (20, 64)).amax(-1).sort(descending=True).values)
+    assert shortlist(logits, 21).equal(logits.topk(21).indices)

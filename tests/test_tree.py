@@ -228,7 +228,7 @@ def real_scorers(device: str):
     for kind, head_class in MARKOV_HEADS.items():
         head = head_class(12, 4, 8).to(device).requires_grad_(False)
         yield kind, lambda head=head: MarkovScorer(logits, hidden, head), anchors
-        yield f"shared {kind}", lambda head=head: SharedMarkovScorer(logits, hidden, head, anchors), anchors
+        yield f"shared {kind}", lambda head=head: SharedMarkovScorer(MarkovScorer(logits, hidden, head), anchors), anchors
 
 
 def test_the_mode_that_forbids_waiting_catches_it():

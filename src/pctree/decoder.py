@@ -68,6 +68,7 @@ class SpeculativeDecoder:
         top_k: int = 4,
         budget: int = 32,
         frontier: str = "capped",
+        candidates: int = 0,
         confidence_threshold: float = 0.0,
         dtype: str | torch.dtype = "auto",
         device: str = "auto",
@@ -81,7 +82,7 @@ class SpeculativeDecoder:
         Raises:
             UsageError: a setting is out of range. CheckpointError: files are missing, damaged, or do not fit each other.
         """
-        settings = DraftSettings(method, top_k, budget, frontier, confidence_threshold)
+        settings = DraftSettings(method, top_k, budget, frontier, candidates, confidence_threshold)
         return cls(*load_pair(target, drafter, settings, dtype=dtype, device=device, compile=compile), settings)
 
     def with_settings(self, **changes: Any) -> SpeculativeDecoder:

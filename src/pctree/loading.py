@@ -129,7 +129,7 @@ def load_draft(drafter: str, dtype: torch.dtype, device: torch.device, compile: 
     """A drafter by name, not yet bound to a target."""
     loaded = load_drafter(local_folder(drafter, "drafter"), dtype=dtype, device=device)
     if check_compile(compile) == "auto":
-        pack_linears(loaded)
+        pack_linears(loaded, keep_weights=["markov_w2"])
     return loaded
 
 

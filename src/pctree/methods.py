@@ -10,7 +10,15 @@ from torch import Tensor
 
 from pctree.drafters import Drafting
 from pctree.errors import UsageError
-from pctree.scorers import BaseScorer, DraftVocabulary, EagleScorer, MarkovScorer, Reshape, SharedMarkovScorer
+from pctree.scorers import (
+    BaseScorer,
+    DraftVocabulary,
+    EagleScorer,
+    MarkovScorer,
+    Reshape,
+    SharedMarkovScorer,
+    ShortlistScorer,
+)
 from pctree.targets import KVCache
 from pctree.tree import DraftTree, Scorer, grow_tree
 
@@ -30,30 +38,34 @@ class Block:
 
 @dataclass(frozen=True)
 class Method:
-    """One row of the table; ``scorer`` reads a block."""
+    """One row of the table; ``scorer`` reads a block, with so many candidates a slot (0: all) where there is a head."""
 
     name: str
     summary: str
-    scorer: Callable[[Block, DraftVocabulary], Scorer] | None
+    scorer: Callable[[Block, DraftVocabulary, int], Scorer] | None
     chain: bool = False
     always_exact: bool = False
     needs_head: bool = False
     autoregressive: bool = False
 
 
-def _base(block: Block, vocabulary: DraftVocabulary) -> Scorer:
+def _base(block: Block, vocabulary: DraftVocabulary, candidates: int) -> Scorer:
     return BaseScorer(block.logits, vocabulary)
 
 
-def _markov(block: Block, vocabulary: DraftVocabulary) -> Scorer:
-    return MarkovScorer(block.logits, block.hidden, block.drafter.markov_head, vocabulary)
+def _markov(block: Block, vocabulary: DraftVocabulary, candidates: int) -> MarkovScorer:
+    head = block.drafter.markov_head
+    # Where a request reshapes the logits, a token may become likely that no list by base logits holds.
+    if candidates and vocabulary.reshape is None:
+        return ShortlistScorer(block.logits, block.hidden, head, vocabulary, candidates)
+    return MarkovScorer(block.logits, block.hidden, head, vocabulary)
 
 
-def _shared(block: Block, vocabulary: DraftVocabulary) -> Scorer:
-    return SharedMarkovScorer(block.logits, block.hidden, block.drafter.markov_head, block.anchors, vocabulary)
+def _shared(block: Block, vocabulary: DraftVocabulary, candidates: int) -> Scorer:
+    return SharedMarkovScorer(_markov(block, vocabulary, candidates), block.anchors)
 
 
-def _eagle(block: Block, vocabulary: DraftVocabulary) -> Scorer:
+def _eagle(block: Block, vocabulary: DraftVocabulary, candidates: int) -> Scorer:
     return EagleScorer(block.drafter, block.context, block.hidden, block.logits, vocabulary)
 
 
@@ -75,6 +87,9 @@ METHODS = {
 class DraftSettings:
     """How a drafter is read: method, children per parent and frontier width ``top_k``, ``budget`` nodes, frontier.
 
+    ``candidates`` is how many tokens of a slot, the likeliest by base logits, the Markov head looks at; 0 is the whole
+    vocabulary. The text is the target's whatever is on the list.
+
     ``confidence_threshold`` (DSpark's static scheduling) verifies only the positions of the chain before the first one of
     which the confidence head thinks less; 0 verifies all. ``record_confidence`` keeps what it thinks in the rounds' trees.
     """
@@ -83,6 +98,7 @@ class DraftSettings:
     top_k: int = 4
     budget: int = 32
     frontier: str = "capped"
+    candidates: int = 0
     confidence_threshold: float = 0.0
     record_confidence: bool = False
 
@@ -99,6 +115,8 @@ class DraftSettings:
         for name in ("top_k", "budget"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.candidates < 0:
+            raise UsageError(f"candidates is {self.candidates}; it must be at least 1, or 0 for the whole vocabulary")
         if not 0 <= self.confidence_threshold <= 1:
             raise UsageError(f"confidence_threshold is {self.confidence_threshold}; it must be between 0 and 1")
         if self.reads_confidence and not METHODS[self.method].chain:
@@ -128,7 +146,7 @@ class DraftSettings:
         method, vocab_size = METHODS[self.method], block.drafter.config.backbone.vocab_size
         assert method.scorer is not None
         tree = grow_tree(
-            method.scorer(block, DraftVocabulary(vocab_size, block.drafter.draft_ids, reshape)),
+            method.scorer(block, DraftVocabulary(vocab_size, block.drafter.draft_ids, reshape), self.candidates),
             block.anchors,
             top_k=1 if method.chain else self.top_k,
             budget=min(self.budget, block.drafter.config.draft_length + 1) if method.chain else self.budget,

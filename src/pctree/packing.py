@@ -7,6 +7,8 @@ the speed of the memory. The products are the same to the last bit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -14,12 +16,14 @@ ROWS = 32  # the layout is chosen for about so many rows, and serves any number
 
 
 class PackedLinear(nn.Module):
-    """An ``nn.Linear`` for inference in bfloat16 on a CPU. It keeps no plain weight: whoever needs one reads it before."""
+    """An ``nn.Linear`` for inference in bfloat16 on a CPU. The plain weight is kept only for whom reads rows of it."""
 
-    def __init__(self, linear: nn.Linear):
+    def __init__(self, linear: nn.Linear, *, keep_weight: bool = False):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
+        if keep_weight:
+            self.weight = linear.weight
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -32,10 +36,12 @@ def can_pack(linear: nn.Linear) -> bool:
     return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
 
 
-def pack_linears(module: nn.Module) -> None:
-    """Replace the linear layers in ``module`` by packed ones, where that gains something."""
+def pack_linears(module: nn.Module, keep_weights: Sequence[str] = ()) -> None:
+    """Replace the linear layers in ``module`` by packed ones, where that gains something; those of the names in
+    ``keep_weights`` keep their plain weights too.
+    """
     for name, child in module.named_children():
         if type(child) is nn.Linear and can_pack(child):
-            setattr(module, name, PackedLinear(child))
+            setattr(module, name, PackedLinear(child, keep_weight=name in keep_weights))
         else:
-            pack_linears(child)
+            pack_linears(child, keep_weights)

@@ -98,11 +98,13 @@ class MarkovScorer(BaseScorer):
         return self.base_logits[:, slot] + self.head.bias(latent), states
 
 
-class SharedMarkovScorer(BaseScorer):
-    """The control: distributions along the greedy chain, reused for every parent of a depth.
+class ShortlistScorer(MarkovScorer):
+    """The same over a shortlist a slot, so that the head reads a few of its rows and not all, once for every layer.
 
-    It branches like PCTree but does not condition on the parent, so the difference between the two is what parent
-    conditioning brings.
+    What is not on the list is not drafted, but keeps its share of the distribution: its base logits stand for it.
+
+    Args:
+        candidates: tokens C on the list of a slot: the best of as many chunks of the vocabulary by base logits.
     """
 
     def __init__(
@@ -110,17 +112,60 @@ class SharedMarkovScorer(BaseScorer):
         base_logits: Tensor,
         hidden: Tensor,
         head: MarkovHead,
-        anchors: Tensor,
-        vocabulary: DraftVocabulary | None = None,
+        vocabulary: DraftVocabulary,
+        candidates: int,
     ):
-        chain = MarkovScorer(base_logits, hidden, head, vocabulary)
-        parents, states = anchors[:, None], chain.initial_state()
-        along = []
-        for depth in range(chain.depth):
-            logits, states = chain.logits(depth, parents, states)
-            parents = chain.vocabulary.likeliest(logits, 1)[1][..., 0]
-            along.append(logits)
-        super().__init__(torch.cat(along, dim=1), vocabulary)
+        super().__init__(base_logits, hidden, head, vocabulary)
+        self.places = shortlist(base_logits, candidates)  # [R, D, C]
+        self.short = base_logits.gather(-1, self.places).float()
+        self.rows = head.markov_w2.weight[self.places]  # [R, D, C, r]
+        whole = base_logits.float().logsumexp(-1, keepdim=True)
+        listed = (self.short.logsumexp(-1, keepdim=True) - whole).exp()
+        self.rest = whole + torch.log1p(-listed.clamp_max(1 - 1e-6))  # [R, D, 1]
+
+    def propose(self, depth: int, parents: Tensor, states: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        slot = slice(depth, depth + 1)
+        latent, states = self.head(parents, self.hidden[:, slot], states)
+        logits = self.short[:, slot] + (latent @ self.rows[:, depth].transpose(-1, -2)).float()
+        values, places = logits.topk(min(count, logits.shape[-1]), dim=-1)
+        log_probs = values - torch.logaddexp(logits.logsumexp(-1, keepdim=True), self.rest[:, slot])
+        children = self.places[:, slot].expand(*logits.shape).gather(-1, places)
+        return log_probs, children if self.vocabulary.ids is None else self.vocabulary.ids[children], states
+
+
+def shortlist(logits: Tensor, count: int) -> Tensor:
+    """Places [..., count] of likely tokens of ``logits`` [..., V], the likeliest first.
+
+    Where V is large, the best token of each chunk of 64 stands for it, which takes one pass. Two likely tokens in one chunk
+    are rare, and the price is that the second is not drafted.
+    """
+    if logits.shape[-1] % 64 or logits.shape[-1] // 64 < count:
+        return logits.topk(min(count, logits.shape[-1]), dim=-1).indices
+    best = logits.unflatten(-1, (-1, 64)).max(-1)
+    chunks = best.values.topk(count, dim=-1).indices
+    return chunks * 64 + best.indices.gather(-1, chunks)
+
+
+class SharedMarkovScorer:
+    """The control: distributions along the greedy chain, reused for every parent of a depth.
+
+    It branches like PCTree but does not condition on the parent, so the difference between the two is what parent
+    conditioning brings.
+    """
+
+    def __init__(self, chain: MarkovScorer, anchors: Tensor):
+        self.depth, self.chain, self.parents = chain.depth, chain, [anchors[:, None]]
+        self.states = [chain.initial_state()]
+        for depth in range(self.depth - 1):
+            _, token_ids, states = chain.propose(depth, self.parents[-1], self.states[-1], 1)
+            self.parents.append(token_ids[..., 0])
+            self.states.append(states)
+
+    def initial_state(self) -> Tensor:
+        return self.states[0][..., :0]
+
+    def propose(self, depth: int, parents: Tensor, states: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        return *self.chain.propose(depth, self.parents[depth], self.states[depth], count)[:2], states
 
 
 class EagleScorer(BaseScorer):

@@ -48,7 +48,11 @@ class Cell:
     def settings(self) -> DraftSettings:
         """How the decoder is told."""
         return DraftSettings(
-            self.method, self.top_k or 1, self.budget or 1, self.frontier or "capped", self.confidence_threshold
+            self.method,
+            self.top_k or 1,
+            self.budget or 1,
+            self.frontier or "capped",
+            confidence_threshold=self.confidence_threshold,
         )
 
     @property
