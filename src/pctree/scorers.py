@@ -104,7 +104,7 @@ class ShortlistScorer(MarkovScorer):
     What is not on the list is not drafted, but keeps its share of the distribution: its base logits stand for it.
 
     Args:
-        candidates: tokens C on the list of a slot: the best of as many chunks of the vocabulary by base logits.
+        candidates: tokens C on the list of a slot, see :func:`shortlist`.
     """
 
     def __init__(
@@ -136,14 +136,16 @@ class ShortlistScorer(MarkovScorer):
 def shortlist(logits: Tensor, count: int) -> Tensor:
     """Places [..., count] of likely tokens of ``logits`` [..., V], the likeliest first.
 
-    Where V is large, the best token of each chunk of 64 stands for it, which takes one pass. Two likely tokens in one chunk
-    are rare, and the price is that the second is not drafted.
+    Where V is large, the best of 64 tokens stands for them, which takes one pass. The 64 lie far from each other, since
+    neighbours in a vocabulary are likely together; so two likely tokens among them are rare, and the price is that the
+    second is not drafted.
     """
-    if logits.shape[-1] % 64 or logits.shape[-1] // 64 < count:
+    groups = logits.shape[-1] // 64
+    if logits.shape[-1] % 64 or groups < count:
         return logits.topk(min(count, logits.shape[-1]), dim=-1).indices
-    best = logits.unflatten(-1, (-1, 64)).max(-1)
-    chunks = best.values.topk(count, dim=-1).indices
-    return chunks * 64 + best.indices.gather(-1, chunks)
+    best = logits.unflatten(-1, (64, groups)).max(-2)
+    chosen = best.values.topk(count, dim=-1).indices
+    return best.indices.gather(-1, chosen) * groups + chosen
 
 
 class SharedMarkovScorer:
