@@ -28,12 +28,12 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadgroup
 
 install: $(STAMP)  ## only make the virtual environment
 
 bounds: $(STAMP)  ## run the quick tests with the lowest transformers that pyproject.toml allows
-	./scripts/test-lowest $(BIN)/python -m "not slow"
+	./scripts/test-lowest $(BIN)/python -n auto -m "not slow"
 
 $(STAMP): pyproject.toml constraints-cpu.txt
 	$(PYTHON) -m venv $(VENV)

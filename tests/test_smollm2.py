@@ -9,7 +9,8 @@ import torch
 
 from pctree import PCTreeError, SpeculativeDecoder, smollm2
 
-pytestmark = pytest.mark.slow
+# On one worker, so that the target is de-quantised and loaded once.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("smollm2")]
 
 METHODS = ("ar", "dspark", "shared-markov", "pctree", "dflash", "ddtree")
 # Prompt, length limit, and after how many new tokens the stop token comes (None: only the target's own).
@@ -40,7 +41,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def decoder():
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
     try:
         yield SpeculativeDecoder.from_pretrained(dtype="float32", device="cpu")
     except PCTreeError as error:

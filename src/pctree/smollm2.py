@@ -56,9 +56,9 @@ def target_path() -> Path:
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             built = Path(scratch) / "target"
             _dequantise(_gguf(Path(scratch)), built)
-            if folder.exists():
-                shutil.rmtree(folder)
-            built.rename(folder)
+            if not (folder / "config.json").exists():  # else another process was faster
+                shutil.rmtree(folder, ignore_errors=True)
+                built.rename(folder)
     return folder
 
 
