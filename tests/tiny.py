@@ -111,9 +111,11 @@ def drafter(model: PreTrainedModel, head: str | None = "vanilla", *, seed: int =
     return made.requires_grad_(False).eval()
 
 
-def decoder(model: PreTrainedModel, draft: DSparkDrafter | None, method: str = "pctree", **settings) -> SpeculativeDecoder:
+def decoder(
+    model: PreTrainedModel, draft: DSparkDrafter | None, method: str = "pctree", *, economy=None, **settings
+) -> SpeculativeDecoder:
     layers = draft.config.target_layer_ids if draft is not None else ()
-    return SpeculativeDecoder(TargetModel(model, layers), draft, settings=DraftSettings(method, **settings))
+    return SpeculativeDecoder(TargetModel(model, layers), draft, settings=DraftSettings(method, **settings), economy=economy)
 
 
 def rounds(reader: SpeculativeDecoder, prompt_ids: Sequence[int], count: int) -> Iterator[Round]:

@@ -15,6 +15,7 @@ from pctree.acceptance import walk
 from pctree.batch import Batch
 from pctree.conversation import Conversation
 from pctree.drafters import AnyDrafter
+from pctree.economy import Economy
 from pctree.errors import UsageError
 from pctree.loading import load_pair
 from pctree.methods import Block, DraftSettings
@@ -35,6 +36,7 @@ class SpeculativeDecoder:
         drafter: may be None for ``method="ar"``.
         tokenizer: may be None when prompts are token ids.
         settings: method, top_k, budget, frontier.
+        economy: what rounds cost here, for ``budget="auto"``; ``pctree tune`` measures it.
     """
 
     def __init__(
@@ -43,9 +45,12 @@ class SpeculativeDecoder:
         drafter: AnyDrafter | None = None,
         tokenizer: Any = None,
         settings: DraftSettings | None = None,
+        economy: Economy | None = None,
     ):
-        self.settings = settings or DraftSettings()
+        self.settings, self.economy = settings or DraftSettings(), economy
         self.settings.validate(drafter)
+        if self.settings.budget == "auto" and economy is None:
+            raise UsageError("budget is auto, which needs to know what rounds cost here; run `pctree tune`, or give a number")
         if drafter is not None and target.feature_layers != drafter.config.target_layer_ids:
             raise UsageError(
                 f"the target taps layers {target.feature_layers}, but the drafter's target_layer_ids are "
@@ -87,7 +92,8 @@ class SpeculativeDecoder:
 
     def with_settings(self, **changes: Any) -> SpeculativeDecoder:
         """The same models, read in another way: ``decoder.with_settings(method="ar")``."""
-        return SpeculativeDecoder(self._tapped_target, self.drafter, self.tokenizer, replace(self.settings, **changes))
+        settings = replace(self.settings, **changes)
+        return SpeculativeDecoder(self._tapped_target, self.drafter, self.tokenizer, settings, self.economy)
 
     # --- for callers ------------------------------------------------------------------------------------------------
 
@@ -172,7 +178,7 @@ class SpeculativeDecoder:
 
     def new_batch(self, rows: int, length: int) -> Batch:
         """Caches for ``rows`` requests of at most ``length`` tokens."""
-        return Batch(self.target, self._speculating_drafter, rows=rows, length=length, room=self.settings.budget)
+        return Batch(self.target, self._speculating_drafter, rows=rows, length=length, room=self.settings.most_nodes)
 
     @torch.inference_mode()
     def decode(
@@ -233,7 +239,7 @@ class SpeculativeDecoder:
             with clock("draft"):
                 block = Block(drafter, context, anchors, *drafter.draft_block(context, anchors))
             with clock("tree"):
-                tree = self.settings.grow(block, batch.reshape())
+                tree = self.settings.grow(block, batch.reshape(), self.economy)
                 mask = tree.ancestor_mask(drafter.config.draft_length)
         with clock("verify"):
             logits, features = target.verify(cache, tree.token_ids, tree.depths, mask)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from pctree.drafters import Drafting
+from pctree.economy import MOST_NODES, Economy
 from pctree.errors import UsageError
 from pctree.scorers import (
     BaseScorer,
@@ -87,6 +88,8 @@ METHODS = {
 class DraftSettings:
     """How a drafter is read: method, children per parent and frontier width ``top_k``, ``budget`` nodes, frontier.
 
+    ``budget="auto"`` verifies, round by round, as many nodes as pay for their rows; see :mod:`pctree.economy`.
+
     ``candidates`` is how many tokens of a slot, the likeliest by base logits, the Markov head looks at; 0 is the whole
     vocabulary. The text is the target's whatever is on the list.
 
@@ -96,7 +99,7 @@ class DraftSettings:
 
     method: str = "pctree"
     top_k: int = 4
-    budget: int = 32
+    budget: int | str = 32
     frontier: str = "capped"
     candidates: int = 0
     confidence_threshold: float = 0.0
@@ -112,9 +115,11 @@ class DraftSettings:
             raise UsageError(f"method is {self.method!r}; the methods are {', '.join(METHODS)}")
         if self.frontier not in FRONTIERS:
             raise UsageError(f"frontier is {self.frontier!r}; it is one of {', '.join(FRONTIERS)}")
-        for name in ("top_k", "budget"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if isinstance(self.budget, str) and self.budget != "auto":
+            raise UsageError(f"budget is {self.budget!r}; it is a number of nodes, or auto")
+        for name, value in (("top_k", self.top_k), ("budget", self.most_nodes)):
+            if value < 1:
+                raise UsageError(f"{name} is {value}; it must be at least 1")
         if self.candidates < 0:
             raise UsageError(f"candidates is {self.candidates}; it must be at least 1, or 0 for the whole vocabulary")
         if not 0 <= self.confidence_threshold <= 1:
@@ -138,25 +143,32 @@ class DraftSettings:
             raise UsageError("confidence_threshold needs a confidence head, which this drafter lacks; drop it")
 
     @property
+    def most_nodes(self) -> int:
+        """The most nodes of a tree, root included."""
+        return MOST_NODES if isinstance(self.budget, str) else self.budget
+
+    @property
     def reads_confidence(self) -> bool:
         return self.confidence_threshold > 0 or self.record_confidence
 
-    def grow(self, block: Block, reshape: Reshape | None = None) -> DraftTree:
-        """The tree that one draft forward gives under these settings; ``reshape`` reshapes the drafter's logits."""
+    def grow(self, block: Block, reshape: Reshape | None = None, economy: Economy | None = None) -> DraftTree:
+        """The tree that one draft forward gives under these settings; ``reshape`` reshapes the drafter's logits, and
+        ``economy`` says what an automatic budget buys.
+        """
         method, vocab_size = METHODS[self.method], block.drafter.config.backbone.vocab_size
         assert method.scorer is not None
         tree = grow_tree(
             method.scorer(block, DraftVocabulary(vocab_size, block.drafter.draft_ids, reshape), self.candidates),
             block.anchors,
             top_k=1 if method.chain else self.top_k,
-            budget=min(self.budget, block.drafter.config.draft_length + 1) if method.chain else self.budget,
+            budget=min(self.most_nodes, block.drafter.config.draft_length + 1) if method.chain else self.most_nodes,
             exact=not method.chain and (method.always_exact or self.frontier == "exact"),
         )
         if self.reads_confidence:
             tree.confidence = confidence(block, tree)
             if self.confidence_threshold:
                 tree = tree.cut((tree.confidence >= self.confidence_threshold).cumprod(1).bool())
-        return tree
+        return tree if economy is None or self.budget != "auto" else economy.trim(tree)
 
 
 def confidence(block: Block, tree: DraftTree) -> Tensor:

@@ -1,0 +1,89 @@
+"""A budget that follows the text: verify a node when its chance of being accepted pays for its row.
+
+A round commits one token, and one more for every drafted node on the target's path. A node's chance of being there is its path
+probability, corrected by what was seen of this drafter; what a row costs is measured on this machine. Since nodes are sorted by
+probability, the best tree is a prefix, and one pass over the prefixes finds the one with the most expected tokens a second.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from pctree.tree import DraftTree
+
+MOST_NODES = 64  # that an automatic budget considers
+
+
+@dataclass(frozen=True)
+class Economy:
+    """What rounds cost and nodes are worth, as ``pctree tune`` measured it.
+
+    Args:
+        verify_ms: milliseconds of a verify forward by its rows; between and beyond them the curve is straight.
+        round_ms: milliseconds of all other stages of a round together.
+        calibration: pairs of a log path probability and the share of such nodes that were accepted, both rising; straight
+            between them, flat beyond. Empty: the drafter is taken at its word.
+    """
+
+    verify_ms: Mapping[int, float]
+    round_ms: float
+    calibration: Sequence[tuple[float, float]] = ()
+
+    def cost(self, rows: int) -> float:
+        """Milliseconds of a round that verifies so many rows."""
+        known = sorted(self.verify_ms)
+        if len(known) == 1:
+            return self.round_ms + self.verify_ms[known[0]]
+        at = min(max(1, bisect_left(known, rows)), len(known) - 1)
+        low, high = known[at - 1], known[at]
+        slope = (self.verify_ms[high] - self.verify_ms[low]) / (high - low)
+        return self.round_ms + max(self.verify_ms[low] + slope * (rows - low), self.verify_ms[known[0]])
+
+    def chances(self, log_probs: Tensor) -> Tensor:
+        """The chance of each node [R, N] of being accepted."""
+        if not self.calibration:
+            return log_probs.exp()
+        points = torch.tensor(self.calibration, device=log_probs.device)
+        x, y = points[:, 0].contiguous(), points[:, 1]
+        if len(x) == 1:
+            return y.expand_as(log_probs)
+        clamped = log_probs.float().clamp(x[0], x[-1])
+        right = torch.searchsorted(x, clamped.contiguous()).clamp(1, len(x) - 1)
+        share = (clamped - x[right - 1]) / (x[right] - x[right - 1])
+        return y[right - 1] + share * (y[right] - y[right - 1])
+
+    def trim(self, tree: DraftTree) -> DraftTree:
+        """The prefix of the tree with the most expected tokens a second; the same number of nodes for all requests."""
+        requests, nodes = tree.token_ids.shape
+        gains = self.chances(tree.log_probs)
+        gains[:, 0] = 1.0  # the bonus token
+        expected = gains.sum(0).cumsum(0)
+        costs = torch.tensor([self.cost(requests * count) for count in range(1, nodes + 1)], device=expected.device)
+        best = (expected / costs).argmax()
+        return tree.cut((torch.arange(nodes, device=best.device) <= best).expand(requests, -1))
+
+
+def calibrate(seen: Sequence[tuple[float, bool]], bins: int = 64) -> list[tuple[float, float]]:
+    """Points for :class:`Economy` from nodes seen: log path probability, and whether the node was accepted.
+
+    Isotonic regression over bins of equally many nodes: where a bin's share falls below an earlier one's they are pooled,
+    since the likelier node must not count less.
+    """
+    ordered = sorted(seen)
+    edges = [len(ordered) * number // bins for number in range(bins + 1)]
+    rising: list[tuple[float, float, int]] = []  # sum of log probabilities, accepted, nodes
+    for start, stop in pairwise(edges):
+        if start == stop:
+            continue
+        part = ordered[start:stop]
+        rising.append((sum(p for p, _ in part), float(sum(hit for _, hit in part)), stop - start))
+        while len(rising) > 1 and rising[-2][1] * rising[-1][2] >= rising[-1][1] * rising[-2][2]:
+            (p1, hits1, n1), (p2, hits2, n2) = rising[-2:]
+            rising[-2:] = [(p1 + p2, hits1 + hits2, n1 + n2)]
+    return [(total / nodes, hits / nodes) for total, hits, nodes in rising]
