@@ -38,7 +38,7 @@ def main(
     dtype: str = typer.Option("bfloat16"),
 ) -> None:
     """Time every method with every batch size."""
-    decoder = SpeculativeDecoder.from_pretrained(target, drafter, dtype=dtype)
+    decoder = SpeculativeDecoder.from_pretrained(target, drafter, dtype=dtype, profile="off")
     short = [
         [tokens for text in select(read_file(file), 64) if len(tokens := encode_prompt(decoder.tokenizer, text)) <= LONGEST]
         for file in sorted(prompts.glob("*.jsonl"))

@@ -43,7 +43,7 @@ def main(
     dtype: str = typer.Option("bfloat16"),
 ) -> None:
     """Measure every method at every temperature with every penalty."""
-    decoder = SpeculativeDecoder.from_pretrained(target, drafter, top_k=top_k, budget=budget, dtype=dtype)
+    decoder = SpeculativeDecoder.from_pretrained(target, drafter, top_k=top_k, budget=budget, dtype=dtype, profile="off")
     ids = []
     for file in sorted(prompts.glob("*.jsonl")):
         texts = (encode_prompt(decoder.tokenizer, text) for text in select(read_file(file), 8 * per_task))

@@ -55,7 +55,7 @@ def main(
 ) -> None:
     """Run what is missing in OUTPUT, then print the tables made from it."""
     decoder = SpeculativeDecoder.from_pretrained(
-        target, drafter, method="pctree", top_k=top_k, budget=budget, frontier=frontier, dtype=dtype
+        target, drafter, method="pctree", top_k=top_k, budget=budget, frontier=frontier, dtype=dtype, profile="off"
     )
     readers = {name: decoder.with_settings(method=name) for name in METHODS}
     tasks = {

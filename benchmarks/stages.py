@@ -158,7 +158,9 @@ def pair(
     """All stages of a real pair, and its verify forward beside transformers' own."""
     from pctree.bench.tasks import BUILTIN_FILE
 
-    decoder = SpeculativeDecoder.from_pretrained(target, drafter, device=device, compile=compile, candidates=candidates)
+    decoder = SpeculativeDecoder.from_pretrained(
+        target, drafter, device=device, compile=compile, candidates=candidates, profile="off"
+    )
     rows: list[dict[str, Any]] = []
     texts = select(read_file(prompts or BUILTIN_FILE), count)
     methods = {"ar": {"method": "ar"}, "chain": {"method": "dspark"}}

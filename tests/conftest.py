@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,3 +39,23 @@ def golden() -> Path:
 def task_files() -> Path:
     """The folder of DeepSpec's prompts, a file a task."""
     return shared("data/prompts", "gsm8k.jsonl")
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Call ``pctree`` with arguments; gives the exit code and both outputs."""
+
+    from pctree.cli import main
+
+    def call(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["pctree", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        try:
+            main()
+            code = 0
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import signal
 import subprocess
@@ -15,7 +14,6 @@ import tiny
 import torch
 from byte_tokenizer import byte_tokenizer
 
-from pctree.cli import main
 from pctree.drafters import save_drafter
 
 VOCAB = 260
@@ -33,24 +31,6 @@ def pair(tmp_path_factory) -> dict[str, str]:
     save_drafter(tiny.drafter(model), folder / "drafter", dtype=torch.float32)
     save_drafter(tiny.drafter(model, None), folder / "dflash", dtype=torch.float32)
     return {name: str(folder / name) for name in ("target", "bare", "drafter", "dflash")}
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Call ``pctree`` with arguments; gives the exit code and both outputs."""
-
-    def call(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["pctree", *map(str, arguments)])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        try:
-            main()
-            code = 0
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
 
 
 def generate(pair, *more: str, target: str = "target", drafter: str = "drafter") -> list[str]:

@@ -20,6 +20,7 @@ from pctree.errors import UsageError
 from pctree.loading import load_pair
 from pctree.methods import Block, DraftSettings
 from pctree.params import SamplingParams
+from pctree.profiles import find_profile, settings_from
 from pctree.prompts import Prompt, encode_prompt
 from pctree.request import Request
 from pctree.results import Generation, Round
@@ -69,31 +70,39 @@ class SpeculativeDecoder:
         target: str = "smollm2",
         drafter: str | None = "smollm2",
         *,
-        method: str = "pctree",
-        top_k: int = 4,
-        budget: int = 32,
-        frontier: str = "capped",
-        candidates: int = 0,
+        method: str | None = None,
+        top_k: int | None = None,
+        budget: int | str | None = None,
+        frontier: str | None = None,
+        candidates: int | None = None,
         confidence_threshold: float = 0.0,
         dtype: str | torch.dtype = "auto",
         device: str = "auto",
         compile: str = "auto",
+        profile: str = "auto",
     ) -> SpeculativeDecoder:
         """Load a target and a drafter from folders, hub names, or ``smollm2``, the pair that comes with pctree.
 
         ``dtype="auto"`` is bfloat16; ``device="auto"`` is CUDA where there is one;
         ``compile="auto"`` prepares the weights for speed, which changes no result (``"off"`` does not).
 
+        Of method, top_k, budget, frontier and candidates, what is None comes from the profile that ``pctree tune`` wrote for
+        this pair and machine (``profile="auto"``; or from a file, or with ``"off"`` from none), and without one is
+        :class:`DraftSettings`'s default: pctree with 4 children a parent and 32 nodes.
+
         Raises:
             UsageError: a setting is out of range. CheckpointError: files are missing, damaged, or do not fit each other.
         """
-        settings = DraftSettings(method, top_k, budget, frontier, candidates, confidence_threshold)
-        return cls(*load_pair(target, drafter, settings, dtype=dtype, device=device, compile=compile), settings)
+        chosen = {"method": method, "top_k": top_k, "budget": budget, "frontier": frontier, "candidates": candidates}
+        found = find_profile(profile, target, drafter, dtype, device, compile)
+        settings = DraftSettings(**settings_from(found, chosen), confidence_threshold=confidence_threshold)
+        pair = load_pair(target, drafter, settings, dtype=dtype, device=device, compile=compile)
+        return cls(*pair, settings, None if found is None else found.economy)
 
-    def with_settings(self, **changes: Any) -> SpeculativeDecoder:
+    def with_settings(self, *, economy: Economy | None = None, **changes: Any) -> SpeculativeDecoder:
         """The same models, read in another way: ``decoder.with_settings(method="ar")``."""
         settings = replace(self.settings, **changes)
-        return SpeculativeDecoder(self._tapped_target, self.drafter, self.tokenizer, settings, self.economy)
+        return SpeculativeDecoder(self._tapped_target, self.drafter, self.tokenizer, settings, economy or self.economy)
 
     # --- for callers ------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from pctree.cli import audit, bench, chat, demo, generate, inspect, report, synth, train
+from pctree.cli import audit, bench, chat, demo, generate, inspect, report, synth, train, tune
 from pctree.errors import PCTreeError, UsageError
 
 app = typer.Typer(
@@ -35,7 +35,7 @@ def _root(
     pass
 
 
-for module in (demo, generate, chat, audit, inspect, bench, report, synth, train):
+for module in (demo, generate, chat, audit, inspect, tune, bench, report, synth, train):
     app.command(name=module.__name__.rsplit(".", 1)[-1])(module.command)
 
 

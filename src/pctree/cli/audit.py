@@ -12,7 +12,22 @@ import typer
 from rich.table import Table
 
 from pctree.bench.tasks import read_file
-from pctree.cli.common import BUDGET, COMPILE, DEVICE, DRAFTER, DTYPE, TARGET, TOP_K, err, out, progress_bar
+from pctree.cli.common import (
+    BUDGET,
+    CANDIDATES,
+    COMPILE,
+    DEVICE,
+    DRAFTER,
+    DTYPE,
+    FRONTIER,
+    PROFILE,
+    TARGET,
+    TOP_K,
+    err,
+    out,
+    progress_bar,
+    read_budget,
+)
 from pctree.errors import UsageError
 
 EDGES = (1e-4, 1e-3, 1e-2, 0.0625, 0.125, 0.25, 0.5, 1.0)
@@ -29,8 +44,9 @@ def command(
     drafter: str = DRAFTER,
     method: str = typer.Option("pctree", help="The method to audit; ar is audited beside it, as the yardstick."),
     top_k: int = TOP_K,
-    budget: int = BUDGET,
-    frontier: str = typer.Option("capped", help="capped or exact."),
+    budget: str = BUDGET,
+    frontier: str = FRONTIER,
+    candidates: int = CANDIDATES,
     prompts: Path = typer.Option(None, help="Prompts: text, one a line, or a .jsonl task. [default: four of our own]"),
     limit: int = typer.Option(None, help="Take the first so many prompts."),
     max_new_tokens: int = typer.Option(128, help="Most tokens per prompt."),
@@ -43,6 +59,7 @@ def command(
     dtype: str = DTYPE,
     device: str = DEVICE,
     compile: str = COMPILE,
+    profile: str = PROFILE,
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Check every emitted token against a plain forward of the target over the emitted text.
@@ -63,11 +80,13 @@ def command(
         drafter,
         method=method,
         top_k=top_k,
-        budget=budget,
+        budget=read_budget(budget),
         frontier=frontier,
+        candidates=candidates,
         dtype=dtype,
         device=device,
         compile=compile,
+        profile=profile,
     )
     if temperature:
         passed = sampled(decoder, texts, params, draws, as_json)

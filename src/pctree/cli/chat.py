@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from pctree.cli.common import BUDGET, COMPILE, DEVICE, DRAFTER, DTYPE, METHOD, TARGET, TOP_K, err, given
+from pctree.cli.common import BUDGET, COMPILE, DEVICE, DRAFTER, DTYPE, METHOD, PROFILE, TARGET, TOP_K, err, given, read_budget
 
 
 def command(
@@ -12,7 +12,7 @@ def command(
     drafter: str = DRAFTER,
     method: str = METHOD,
     top_k: int = TOP_K,
-    budget: int = BUDGET,
+    budget: str = BUDGET,
     system: str = typer.Option(None, help="A system message."),
     max_new_tokens: int = typer.Option(512, help="Most tokens per answer."),
     max_length: int = typer.Option(4096, help="Most tokens of the whole conversation."),
@@ -22,6 +22,7 @@ def command(
     dtype: str = DTYPE,
     device: str = DEVICE,
     compile: str = COMPILE,
+    profile: str = PROFILE,
 ) -> None:
     """Chat in the terminal. Each turn reads only what is new. /undo takes the last turn back, /new starts over, /quit ends.
 
@@ -34,8 +35,9 @@ def command(
         **given(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, repetition_penalty=repetition_penalty)
     )
     decoder = SpeculativeDecoder.from_pretrained(
-        target, drafter, method=method, top_k=top_k, budget=budget, dtype=dtype, device=device, compile=compile
-    )
+        target, drafter, method=method, top_k=top_k, budget=read_budget(budget), dtype=dtype, device=device,
+        compile=compile, profile=profile,
+    )  # fmt: skip
     conversation = decoder.chat(system=system, max_length=max_length)
     err.print("/undo takes the last turn back, /new starts over, /quit ends.", style="dim")
     while True:

@@ -20,9 +20,20 @@ err = Console(stderr=True, highlight=False)
 
 TARGET = typer.Option("smollm2", help="Target model: a folder, a hub name, or smollm2 (the pair that comes with pctree).")
 DRAFTER = typer.Option("smollm2", help="Drafter: a folder or hub name (DSpark or DFlash), or smollm2.")
-METHOD = typer.Option("pctree", help="ar, dspark, shared-markov, pctree, dflash, ddtree or eagle3.")
-TOP_K = typer.Option(4, help="Children per parent, and width of a capped frontier.")
-BUDGET = typer.Option(32, help="Nodes sent to the target in a round, root included.")
+METHOD = typer.Option(
+    None, help="ar, dspark, shared-markov, pctree, dflash, ddtree or eagle3. [default: the profile's, or pctree]"
+)
+TOP_K = typer.Option(None, help="Children per parent, and width of a capped frontier. [default: the profile's, or 4]")
+BUDGET = typer.Option(
+    None, help="Nodes sent to the target in a round, root included, or auto (after tune). [default: the profile's, or 32]"
+)
+FRONTIER = typer.Option(
+    None, help="capped: the top-k best nodes of a layer grow; exact: all that can matter. [default: the profile's, or capped]"
+)
+CANDIDATES = typer.Option(
+    None, help="Tokens a slot that the Markov head looks at; 0 is the whole vocabulary. [default: the profile's, or 0]"
+)
+PROFILE = typer.Option("auto", help="auto: what `pctree tune` found for this pair and machine, if it ran; off; or a file.")
 DTYPE = typer.Option("auto", help="auto (bfloat16), bfloat16, float16 or float32. Only float32 is exact to the last bit.")
 DEVICE = typer.Option("auto", help="auto (CUDA where there is one), cpu, cuda or cuda:N.")
 COMPILE = typer.Option("auto", help="auto: weights are arranged for speed when they are loaded; off: left as they are.")
@@ -76,6 +87,16 @@ def read_yaml(path: Path | None) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise UsageError(f"{path} holds a {type(settings).__name__}; expected settings as `name: value` lines")
     return settings
+
+
+def read_budget(text: str | None) -> int | str | None:
+    """``--budget``: a number of nodes, or auto."""
+    if text is None or text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"--budget is {text!r}; it is a number of nodes, or auto") from None
 
 
 def given(**flags: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pctree.cli.common import BUDGET, COMPILE, DEVICE, DRAFTER, TARGET, err, out
+from pctree.cli.common import COMPILE, DEVICE, DRAFTER, TARGET, err, out
 
 if TYPE_CHECKING:
     from pctree.decoder import SpeculativeDecoder
@@ -52,7 +52,7 @@ def command(
     target: str = TARGET,
     drafter: str = DRAFTER,
     top_k: int = typer.Option(4, help="Children per parent, and width of the frontier."),
-    budget: int = BUDGET,
+    budget: int = typer.Option(32, help="Nodes sent to the target in a round, root included."),
     max_new_tokens: int = typer.Option(64, help="Most tokens per prompt; half as many in the float32 check."),
     device: str = DEVICE,
     compile: str = COMPILE,
@@ -68,8 +68,9 @@ def command(
     report: dict[str, Any] = {}
     for dtype, tokens in (("bfloat16", max_new_tokens), ("float32", max(8, max_new_tokens // 2))):
         decoder = SpeculativeDecoder.from_pretrained(
-            target, drafter, method="pctree", top_k=top_k, budget=budget, dtype=dtype, device=device, compile=compile
-        )
+            target, drafter, method="pctree", top_k=top_k, budget=budget, dtype=dtype, device=device, compile=compile,
+            profile="off",
+        )  # fmt: skip
         tallies = compare(decoder, tokens, quiet=as_json)
         report[dtype] = {
             method: {

@@ -10,7 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from pctree.cli.common import BUDGET, COMPILE, DEVICE, DRAFTER, DTYPE, METHOD, TARGET, TOP_K, err, given, out
+from pctree.cli.common import (
+    BUDGET,
+    CANDIDATES,
+    COMPILE,
+    DEVICE,
+    DRAFTER,
+    DTYPE,
+    FRONTIER,
+    METHOD,
+    PROFILE,
+    TARGET,
+    TOP_K,
+    err,
+    given,
+    out,
+    read_budget,
+)
 from pctree.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,8 +38,9 @@ def command(
     drafter: str = DRAFTER,
     method: str = METHOD,
     top_k: int = TOP_K,
-    budget: int = BUDGET,
-    frontier: str = typer.Option("capped", help="capped: the top-k best nodes of a layer grow; exact: all that can matter."),
+    budget: str = BUDGET,
+    frontier: str = FRONTIER,
+    candidates: int = CANDIDATES,
     confidence_threshold: float = typer.Option(
         0.0, help="dspark: verify only the positions before the first that the confidence head trusts less; 0 is all."
     ),
@@ -46,6 +63,7 @@ def command(
     dtype: str = DTYPE,
     device: str = DEVICE,
     compile: str = COMPILE,
+    profile: str = PROFILE,
     stream: bool = typer.Option(False, "--stream", help="Print the text as it comes."),
     stats: bool = typer.Option(False, "--stats", help="Print what was measured, on standard error."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object: text, token_ids, stats."),
@@ -73,12 +91,14 @@ def command(
         drafter,
         method=method,
         top_k=top_k,
-        budget=budget,
+        budget=read_budget(budget),
         frontier=frontier,
+        candidates=candidates,
         confidence_threshold=confidence_threshold,
         dtype=dtype,
         device=device,
         compile=compile,
+        profile=profile,
     )
     if isinstance(text, list):
         decoder.tokenizer = None  # ids in, ids out
