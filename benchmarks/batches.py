@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import time
+from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 
@@ -43,7 +44,7 @@ def main(
         [tokens for text in select(read_file(file), 64) if len(tokens := encode_prompt(decoder.tokenizer, text)) <= LONGEST]
         for file in sorted(prompts.glob("*.jsonl"))
     ]
-    ids = [tokens for row in zip(*short, strict=False) for tokens in row][:requests]
+    ids = [tokens for row in zip_longest(*short) for tokens in row if tokens is not None][:requests]
     batch_sizes = [int(size) for size in sizes.split(",")]
     readers = {}
     for reading in readings.split(","):
