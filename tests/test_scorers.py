@@ -17,9 +17,8 @@ from pctree.scorers import (
     MarkovScorer,
     SharedMarkovScorer,
     ShortlistScorer,
-    likeliest,
-    shortlist,
 )
+from pctree.selection import argmax, likeliest, shortlist
 
 VOCAB, RANK, WIDTH, BLOCK = 11, 4, 6, 5
 
@@ -157,3 +156,14 @@ def test_the_shortlist_of_a_large_vocabulary_holds_likely_neighbours():
     assert (places % 20).sort(dim=-1).values.equal(torch.arange(20).expand(2, 3, -1))
     assert logits.gather(-1, places).equal(logits.unflatten(-1, (64, 20)).amax(-2).sort(descending=True).values)
     assert shortlist(logits, 21).equal(logits.topk(21).indices)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [4096, 1001, 40])
+def test_argmax_is_the_first_of_equals(size, dtype):
+    """As torch's own, which plain decoding uses: in bfloat16 ties are common."""
+    logits = torch.randn(3, 5, size, generator=torch.Generator().manual_seed(size)).to(dtype)
+    logits[0, :, 7], logits[0, :, 30] = 9.0, 9.0
+    logits[1, :, -1] = 9.0
+    assert argmax(logits).equal(logits.argmax(-1))
+    assert argmax(torch.zeros(2, size)).tolist() == [0, 0]

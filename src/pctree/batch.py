@@ -12,6 +12,7 @@ from pctree.drafters import AnyDrafter
 from pctree.errors import UsageError
 from pctree.request import Request
 from pctree.scorers import Reshape
+from pctree.selection import argmax
 from pctree.targets import KVCache, TargetModel
 from pctree.tree import DraftTree
 
@@ -121,7 +122,7 @@ class Batch:
     def choose(self, tree: DraftTree, ancestor_mask: Tensor, logits: Tensor) -> Tensor:
         """The target's tokens [R, N] after each node, each request's in its own way; ``logits`` [R, N, V]."""
         if all(not request.processors and request.generator is None for request in self.running):
-            return logits.argmax(-1)
+            return argmax(logits)
         rows = enumerate(self.running)
         return torch.stack([request.choose(tree, row, ancestor_mask, logits[row]) for row, request in rows])
 

@@ -25,6 +25,7 @@ from transformers import (
 
 from pctree.params import SamplingParams
 from pctree.scorers import Reshape
+from pctree.selection import argmax
 
 
 class LogitBias(LogitsProcessor):
@@ -127,7 +128,7 @@ class Processors:
 def choose(logits: Tensor, params: SamplingParams, generator: torch.Generator | None) -> Tensor:
     """The target's token [N] after each node: the argmax, or a draw from the softmax of processed ``logits`` [N, V]."""
     if params.temperature == 0:
-        return logits.argmax(-1)
+        return argmax(logits)
     # In float64, so that rounding neither favours a token nor reaches past the last one that is possible.
     cumulative = logits.double().softmax(-1).cumsum(-1)
     points = torch.rand(len(logits), 1, generator=generator, dtype=torch.float64).to(logits.device) * cumulative[:, -1:]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pctree.drafters import Eagle3Drafter, MarkovHead
+from pctree.selection import likeliest, shortlist
 from pctree.targets import KVCache
 
 Reshape = Callable[[Tensor], Tensor]
@@ -45,21 +46,6 @@ class DraftVocabulary:
         whole = logits.new_full((*logits.shape[:-1], self.size), torch.finfo(logits.dtype).min)
         whole[..., self.ids] = logits
         return reshape(whole)[..., self.ids]
-
-
-def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """``topk`` over a large last axis: the ``count`` best lie in the ``count`` chunks with the largest maxima, and finding
-    maxima is a single fast pass.
-    """
-    size = logits.shape[-1]
-    chunk = next((c for c in (128, 64, 32) if size % c == 0 and size // c >= 8 * count), None)
-    if chunk is None:
-        return logits.topk(count, dim=-1)
-    chunks = logits.unflatten(-1, (-1, chunk))
-    best = chunks.amax(-1).topk(count, dim=-1).indices
-    candidates = chunks.gather(-2, best[..., None].expand(*best.shape, chunk)).flatten(-2)
-    values, places = candidates.topk(count, dim=-1)
-    return values, best.gather(-1, places // chunk) * chunk + places % chunk
 
 
 class BaseScorer:
@@ -131,21 +117,6 @@ class ShortlistScorer(MarkovScorer):
         log_probs = values - torch.logaddexp(logits.logsumexp(-1, keepdim=True), self.rest[:, slot])
         children = self.places[:, slot].expand(*logits.shape).gather(-1, places)
         return log_probs, children if self.vocabulary.ids is None else self.vocabulary.ids[children], states
-
-
-def shortlist(logits: Tensor, count: int) -> Tensor:
-    """Places [..., count] of likely tokens of ``logits`` [..., V], the likeliest first.
-
-    Where V is large, the best of 64 tokens stands for them, which takes one pass. The 64 lie far from each other, since
-    neighbours in a vocabulary are likely together; so two likely tokens among them are rare, and the price is that the
-    second is not drafted.
-    """
-    groups = logits.shape[-1] // 64
-    if logits.shape[-1] % 64 or groups < count:
-        return logits.topk(min(count, logits.shape[-1]), dim=-1).indices
-    best = logits.unflatten(-1, (64, groups)).max(-2)
-    chosen = best.values.topk(count, dim=-1).indices
-    return best.indices.gather(-1, chosen) * groups + chosen
 
 
 class SharedMarkovScorer:

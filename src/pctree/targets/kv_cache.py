@@ -30,6 +30,7 @@ class KVCache:
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.lengths = torch.zeros(requests, dtype=torch.long)  # on the host: they steer shapes
         self.max_length = max_length
+        self._flattened: tuple[Tensor, Tensor] | None = None
 
     @property
     def requests(self) -> int:
@@ -48,18 +49,26 @@ class KVCache:
         Returns:
             Keys and values [R, kv_heads, span, head_dim], views into the cache.
         """
-        requests, kv_heads, max_length, head_dim = self.keys.shape[1:]
-        plane = torch.arange(requests * kv_heads, device=slots.device).view(requests, kv_heads, 1)
-        flat = (plane * max_length + slots[:, None]).flatten()
+        head_dim = self.keys.shape[-1]
+        flat = self._flat(slots)
         for cache, rows in ((self.keys[layer], keys), (self.values[layer], values)):
             cache.view(-1, head_dim).index_copy_(0, flat, rows.reshape(-1, head_dim))
         return self.keys[layer, :, :, :span], self.values[layer, :, :, :span]
+
+    def _flat(self, slots: Tensor) -> Tensor:
+        """Rows of a layer's storage, seen as [R · kv_heads · S, head_dim], that ``slots`` are; the same for all layers."""
+        if self._flattened is None or self._flattened[0] is not slots:
+            requests, kv_heads, max_length = self.keys.shape[1:4]
+            plane = torch.arange(requests * kv_heads, device=slots.device).view(requests, kv_heads, 1)
+            self._flattened = (slots, (plane * max_length + slots[:, None]).flatten())
+        return self._flattened[1]
 
     def narrow(self, start: int, count: int) -> KVCache:
         """A view of ``count`` requests from ``start`` on; what it commits is committed here."""
         view = object.__new__(type(self))
         view.keys, view.values = self.keys[:, start : start + count], self.values[:, start : start + count]
         view.lengths, view.max_length = self.lengths[start : start + count], self.max_length
+        view._flattened = None
         return view
 
     def move(self, source: int, target: int) -> None:

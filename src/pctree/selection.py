@@ -1,0 +1,50 @@
+"""Finding the largest of very many logits: the whole vocabulary is passed over once, to find the maxima of chunks."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def chunk_size(size: int, count: int) -> int | None:
+    """Into what chunks an axis is cut to find its ``count`` largest; None where it is not worth it."""
+    return next((chunk for chunk in (128, 64, 32) if size % chunk == 0 and size // chunk >= 8 * count), None)
+
+
+def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """``topk`` over a large last axis: the ``count`` best lie in the ``count`` chunks with the largest maxima, and finding
+    maxima is a single fast pass.
+    """
+    chunk = chunk_size(logits.shape[-1], count)
+    if chunk is None:
+        return logits.topk(count, dim=-1)
+    chunks = logits.unflatten(-1, (-1, chunk))
+    best = chunks.amax(-1).topk(count, dim=-1).indices
+    candidates = chunks.gather(-2, best[..., None].expand(*best.shape, chunk)).flatten(-2)
+    values, places = candidates.topk(count, dim=-1)
+    return values, best.gather(-1, places // chunk) * chunk + places % chunk
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """``logits.argmax(-1)``, the first where several are equal: the first chunk with the largest maximum holds it."""
+    chunk = chunk_size(logits.shape[-1], 1)
+    if chunk is None:
+        return logits.argmax(-1)
+    chunks = logits.unflatten(-1, (-1, chunk))
+    first = chunks.amax(-1).argmax(-1, keepdim=True)
+    inside = chunks.gather(-2, first[..., None].expand(*first.shape, chunk)).squeeze(-2).argmax(-1)
+    return first.squeeze(-1) * chunk + inside
+
+
+def shortlist(logits: Tensor, count: int) -> Tensor:
+    """Places [..., count] of likely tokens of ``logits`` [..., V], the likeliest first.
+
+    Where V is large, the best of 64 tokens stands for them, which takes one pass. The 64 lie far from each other, since
+    neighbours in a vocabulary are likely together; so two likely tokens among them are rare, and the price is that the
+    second is not drafted.
+    """
+    groups = logits.shape[-1] // 64
+    if logits.shape[-1] % 64 or groups < count:
+        return logits.topk(min(count, logits.shape[-1]), dim=-1).indices
+    best = logits.unflatten(-1, (64, groups)).max(-2)
+    chosen = best.values.topk(count, dim=-1).indices
+    return best.indices.gather(-1, chosen) * groups + chosen
