@@ -229,14 +229,14 @@ def dynamic_forward(model: nn.Module, cache: KVCache, ids: torch.Tensor) -> Call
     """A forward of transformers over the same context; its cache grows, so what it added is cropped again."""
     from transformers import DynamicCache
 
-    length = int(cache.lengths[0])
+    length, added = int(cache.lengths[0]), ids.shape[1]
     past = DynamicCache()
     for layer in range(len(cache.keys)):
         past.update(cache.keys[layer, :1, :, :length].clone(), cache.values[layer, :1, :, :length].clone(), layer)
 
     def call() -> None:
         model(ids, past_key_values=past, use_cache=True)
-        past.crop(length)
+        past.crop(-added)
 
     return call
 

@@ -61,12 +61,12 @@ class DraftTree:
     def ancestor_mask(self, depth: int) -> Tensor:
         """Bool [R, N, N], true where the column is the row itself or an ancestor of it; ``depth`` bounds all depths."""
         requests, nodes = self.parents.shape
-        current = torch.arange(nodes, device=self.parents.device).expand(requests, -1)
-        mask = torch.zeros(requests, nodes, nodes, dtype=torch.bool, device=self.parents.device)
-        for _ in range(depth + 1):
-            mask.scatter_(2, current[..., None], True)
-            current = self.parents.gather(1, current)
-        return mask
+        itself = torch.eye(nodes, device=self.parents.device).expand(requests, -1, -1)
+        # Nodes that a path of at most `reach` steps leads to; each product doubles the reach.
+        reached, reach = itself.scatter(2, self.parents[..., None], 1.0), 1
+        while reach < depth:
+            reached, reach = (reached @ reached).clamp_max(1.0), 2 * reach
+        return reached > 0
 
 
 class Scorer(Protocol):
@@ -99,46 +99,48 @@ def best(scores: Tensor, count: int) -> Tensor:
 def grow_tree(scorer: Scorer, anchors: Tensor, *, top_k: int = 4, budget: int = 32, exact: bool = False) -> DraftTree:
     """The best tree of at most ``budget`` nodes, layer by layer (PCTree, section 3; DDTree for ``exact``).
 
-    Each layer scores its frontier in one batch, every parent proposes its likeliest children, and the ``budget`` best
-    nodes so far stay. The frontier is the ``top_k`` best of the new nodes with ``top_k`` children each; or, if
-    ``exact``, all new nodes that stay, with as many children as could stay: a node outside the best so far has no
-    descendant among the final best, so this is the true optimum under the scorer.
+    Each layer scores its frontier in one batch, and every parent proposes its likeliest children. The next frontier is the
+    ``top_k`` best of these, with ``top_k`` children each; or, if ``exact``, the ``budget`` - 1 best, with as many children:
+    no other node can have a descendant among the ``budget`` best, so this is the true optimum under the scorer. In the end
+    the ``budget`` best nodes of all layers stay. Scores only fall along a path, so a node stays only with its parent.
 
     Args:
         anchors: token ids [R] of the roots.
         top_k: children per parent and frontier width; ignored if ``exact``.
         budget: most nodes, root included. The tree has fewer where there are fewer candidates.
     """
-    requests = len(anchors)
     width = budget - 1 if exact else top_k
-    tokens = anchors[:, None]
-    parents = torch.zeros_like(tokens)
-    depths = torch.zeros_like(tokens)
-    scores = torch.zeros(requests, 1, device=anchors.device)
-    frontier = torch.zeros_like(tokens)  # indices of the parents to expand
+    root = torch.zeros_like(anchors)[:, None]
+    # All nodes proposed so far, layer by layer; parents are places in these lists.
+    tokens, parents, depths = [anchors[:, None]], [root], [root]
+    scores = [torch.zeros(len(anchors), 1, device=anchors.device)]
+    # The frontier: the nodes to expand, with their places in the lists.
+    frontier, frontier_places, frontier_scores, known = tokens[0], root, scores[0], 1
     states = scorer.initial_state()
     for depth in range(scorer.depth if budget > 1 else 0):
-        log_probs, token_ids, states = scorer.propose(depth, tokens.gather(1, frontier), states, width)
-        children = log_probs.shape[-1]
+        log_probs, token_ids, states = scorer.propose(depth, frontier, states, width)
+        shape = (*frontier.shape, log_probs.shape[-1])
         added = log_probs.clamp(FLOOR, 0.0)  # rounding can lift a certain token above probability 1
-        parent_scores = scores.gather(1, frontier).masked_fill(depths.gather(1, frontier) != depth, -torch.inf)
-        shape = (requests, frontier.shape[1], children)
-
-        known = tokens.shape[1]
-        tokens = torch.cat([tokens, token_ids.expand(shape).flatten(1)], dim=1)
-        parents = torch.cat([parents, frontier[..., None].expand(shape).flatten(1)], dim=1)
-        depths = torch.cat([depths, torch.full_like(parents[:, known:], depth + 1)], dim=1)
-        scores = torch.cat([scores, (parent_scores[..., None] + added).flatten(1)], dim=1)
-
-        kept = best(scores, budget)
-        position = torch.zeros_like(parents).scatter_(1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept))
-        tokens, depths, scores = tokens.gather(1, kept), depths.gather(1, kept), scores.gather(1, kept)
-        parents = position.gather(1, parents.gather(1, kept))
+        tokens.append(token_ids.expand(shape).flatten(1))
+        parents.append(frontier_places[..., None].expand(shape).flatten(1))
+        depths.append(torch.full_like(parents[-1], depth + 1))
+        scores.append((frontier_scores[..., None] + added).flatten(1))
         if depth + 1 < scorer.depth:
-            new = depths == depth + 1
-            proposals = shape[1] * shape[2]
-            frontier = best(scores.masked_fill(~new, -torch.inf), min(width, proposals))
+            # A node that will not be among the best may be expanded in vain: its children are no better than it is.
+            chosen = best(scores[-1], width)
+            frontier, frontier_scores = tokens[-1].gather(1, chosen), scores[-1].gather(1, chosen)
             # Every child starts from the state that its parent's step left.
-            slot = kept.gather(1, frontier).sub(known).clamp_min(0) // children
-            states = states.gather(1, slot[..., None].expand(-1, -1, states.shape[-1]))
-    return DraftTree(tokens, parents, depths, scores)
+            states = states.gather(1, (chosen // shape[2])[..., None].expand(-1, -1, states.shape[-1]))
+            frontier_places = chosen + known
+        known += shape[1] * shape[2]
+    every_score = torch.cat(scores, dim=1)
+    kept = best(every_score, budget)
+    place = torch.zeros_like(every_score, dtype=torch.long)
+    place.scatter_(1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept))
+    kept_parents = place.gather(1, torch.cat(parents, dim=1).gather(1, kept))
+    return DraftTree(
+        torch.cat(tokens, dim=1).gather(1, kept),
+        kept_parents,
+        torch.cat(depths, dim=1).gather(1, kept),
+        every_score.gather(1, kept),
+    )
