@@ -96,7 +96,7 @@ def head(
     torch.manual_seed(0)
     markov = MarkovHead(vocabulary, rank, hidden_size).to(where, DTYPE).requires_grad_(False)
     if can_pack(markov.markov_w2):
-        markov.markov_w2 = PackedLinear(markov.markov_w2, keep_weight=True)  # type: ignore[assignment]
+        markov.markov_w2 = PackedLinear(markov.markov_w2.weight, keep_weight=True)  # type: ignore[assignment]
     words, anchors, rows = DraftVocabulary(vocabulary), torch.tensor([5], device=where), []
     for block in map(int, blocks.split(",")):
         base = (2 * torch.randn(1, block, vocabulary, device=where)).to(DTYPE)
@@ -191,14 +191,15 @@ def pair(
         numbers = [*stage.values(), rest, whole]
         table.add_row(name, *(f"{ms:.1f}" for ms in numbers), f"{overhead:.1%}", f"{tau:.2f}", f"{rate:.1f}")
     out.print(table)
-    rows += forwards(decoder, context)
+    rows += forwards(decoder, target, context)
     write(output, rows)
 
 
-def forwards(decoder: SpeculativeDecoder, context: int) -> list[dict[str, Any]]:
+def forwards(decoder: SpeculativeDecoder, target: str, context: int) -> list[dict[str, Any]]:
     """A forward of n rows behind ``context`` tokens: ours, and transformers' own with its dynamic cache."""
     model, where = decoder.target, decoder.target.device
     floor = weight_bytes(model.model) / memory_speed(where)
+    plain = SpeculativeDecoder.from_pretrained(target, method="ar", device=str(where), compile="off").target.model
     ids = torch.randint(100, 1000, (1, context), device=where)
     cache = model.new_cache(1, context + 128)
     model.prefill(cache, ids)
@@ -209,7 +210,7 @@ def forwards(decoder: SpeculativeDecoder, context: int) -> list[dict[str, Any]]:
     for count in (1, 8, 16, 32, 64):
         mask = torch.ones(1, count, count, dtype=torch.bool, device=where).tril()
         depths = torch.arange(count, device=where)[None]
-        theirs = dynamic_forward(model.model, cache, ids[:, :count])
+        theirs = dynamic_forward(plain, cache, ids[:, :count])
         work = {"ours": lambda c=count, m=mask, d=depths: model.verify(cache, ids[:, :c], d, m), "transformers": theirs}
         found = alternate(work, where, 15)
         rows.append({"name": f"forward of {count}", "rows": count, "context": context, "floor_ms": floor, **found})

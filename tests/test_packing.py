@@ -9,6 +9,7 @@ from torch import nn
 
 from pctree import DraftSettings, SpeculativeDecoder, TargetModel
 from pctree.packing import PackedLinear, can_pack, pack_linears
+from pctree.targets.fused import fuse
 
 PACKS = can_pack(nn.Linear(2, 2, dtype=torch.bfloat16))
 needs_packing = pytest.mark.skipif(not PACKS, reason="this processor's library does not pack bfloat16 weights")
@@ -22,7 +23,7 @@ def test_products_are_the_same_to_the_last_bit(rows, bias):
     linear = nn.Linear(48, 80, bias=bias, dtype=torch.bfloat16)
     hidden = torch.randn(*rows, 48).to(torch.bfloat16)
     with torch.inference_mode():
-        assert torch.equal(PackedLinear(linear)(hidden), linear(hidden))
+        assert torch.equal(PackedLinear(linear.weight, linear.bias)(hidden), linear(hidden))
 
 
 @needs_packing
@@ -33,7 +34,7 @@ def test_a_packed_pair_decodes_the_same(kind):
         model = tiny.target(kind, seed=2).to(torch.bfloat16)
         draft = tiny.drafter(model, "gated", seed=1).to(torch.bfloat16)
         if packed:
-            pack_linears(model)
+            fuse(model)
             pack_linears(draft)
             draft.lm_head = model.get_output_embeddings()
             assert isinstance(draft.lm_head, PackedLinear)
@@ -44,7 +45,35 @@ def test_a_packed_pair_decodes_the_same(kind):
     assert texts[0] == texts[1]
 
 
+@needs_packing
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "llama with biases"])
+def test_fused_layers_give_the_numbers_of_the_models_own(kind):
+    """A prompt, then a tree, with features: to the last bit, and the model's own forward goes on working."""
+    models = [tiny.target(kind.split()[0], seed=2, attention_bias="biases" in kind).to(torch.bfloat16) for _ in range(2)]
+    fuse(models[1])
+    assert not any(type(module) is nn.Linear for module in models[1].modules())
+    ids, tree = torch.tensor([tiny.prompt(1, 9)]), tiny.random_tree(1, 12, 40, seed=4)
+    outputs = []
+    for model in models:
+        target = TargetModel(model, [-1, 0, 1])
+        cache = target.new_cache(1, 40)
+        prefill = target.prefill(cache, ids)
+        outputs.append([*prefill, *target.verify(cache, tree.token_ids, tree.depths, tree.ancestor_mask(12)), cache.keys])
+    for mine, theirs in zip(*outputs, strict=True):
+        assert torch.equal(mine, theirs)
+    with torch.inference_mode():
+        assert torch.equal(models[0](ids).logits, models[1](ids).logits)
+
+
+def test_layers_of_another_kind_are_packed_and_not_fused():
+    model = tiny.target(seed=2).to(torch.bfloat16)
+    model.config.hidden_act = "gelu"
+    fuse(model)
+    assert not hasattr(model, "pctree_layers")
+
+
 def test_other_dtypes_are_left_alone():
     model = tiny.target()
-    pack_linears(model)
+    fuse(model)
     assert not any(isinstance(module, PackedLinear) for module in model.modules())
+    assert not hasattr(model, "pctree_layers")

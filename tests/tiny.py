@@ -38,13 +38,14 @@ def target(
     max_length: int = 512,
     rope: dict | None = None,
     tied: bool = False,
+    attention_bias: bool = False,
 ) -> PreTrainedModel:
     """A float32 causal LM with grouped-query attention and no stop token."""
     options = {
         "vocab_size": vocab, "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": layers,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": max_length,
         "tie_word_embeddings": tied, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-        "rope_parameters": dict(rope or DEFAULT_ROPE),
+        "rope_parameters": dict(rope or DEFAULT_ROPE), "attention_bias": attention_bias,
     }  # fmt: skip
     model = Qwen3ForCausalLM(Qwen3Config(**options)) if kind == "qwen3" else LlamaForCausalLM(LlamaConfig(**options))
     randomise(model, seed, std=0.35)

@@ -15,6 +15,7 @@ from pctree.errors import CheckpointError, UsageError
 from pctree.methods import METHODS, DraftSettings
 from pctree.packing import pack_linears
 from pctree.targets import TargetModel
+from pctree.targets.fused import fuse
 
 DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
           "float32": torch.float32, "fp32": torch.float32, "float16": torch.float16, "fp16": torch.float16}  # fmt: skip
@@ -138,7 +139,7 @@ def load_target(target: str, dtype: torch.dtype, device: torch.device, compile: 
     folder = local_folder(target, "target")
     model = load_model(folder, dtype, device)
     if check_compile(compile) == "auto":
-        pack_linears(model)
+        fuse(model)
     return model, load_tokenizer(folder)
 
 

@@ -18,13 +18,13 @@ ROWS = 32  # the layout is chosen for about so many rows, and serves any number
 class PackedLinear(nn.Module):
     """An ``nn.Linear`` for inference in bfloat16 on a CPU. The plain weight is kept only for whom reads rows of it."""
 
-    def __init__(self, linear: nn.Linear, *, keep_weight: bool = False):
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, keep_weight: bool = False):
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.bias = linear.bias
+        self.out_features, self.in_features = weight.shape
+        self.bias = bias
         if keep_weight:
-            self.weight = linear.weight
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
+            self.weight = weight
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
 
     def forward(self, rows: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
@@ -42,6 +42,6 @@ def pack_linears(module: nn.Module, keep_weights: Sequence[str] = ()) -> None:
     """
     for name, child in module.named_children():
         if type(child) is nn.Linear and can_pack(child):
-            setattr(module, name, PackedLinear(child, keep_weight=name in keep_weights))
+            setattr(module, name, PackedLinear(child.weight, child.bias, keep_weight=name in keep_weights))
         else:
             pack_linears(child, keep_weights)

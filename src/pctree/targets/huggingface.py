@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from pctree.errors import CheckpointError, UsageError
+from pctree.targets.fused import FusedLayer
 from pctree.targets.kv_cache import KVCache, visible_rows
 
 ATTENTION = "pctree"
@@ -87,6 +88,7 @@ class TargetModel:
         self.layers: Any = self.backbone.layers
         self.embed_tokens: Any = self.model.get_input_embeddings()
         self.lm_head: Any = self.model.get_output_embeddings()
+        self._fused_layers: Sequence[FusedLayer] = getattr(self.model, "pctree_layers", ())
         self.vocab_size: int = config.vocab_size
         self.hidden_size: int = config.hidden_size
         self.max_length: int = config.max_position_embeddings
@@ -201,17 +203,29 @@ class TargetModel:
         attention = TreeAttention(
             cache, cache.slots(rows).to(self.device), span, self._additive_mask(cache.lengths, mask, span)
         )
-        with self._own_attention(), self._tapped_layers() as taps:
-            hidden = self.backbone(
-                input_ids=token_ids,
-                # A node past the context can never be committed; at its true position, though, it could rescale a
-                # dynamic rotary embedding for all rows.
-                position_ids=(lengths[:, None] + offsets).clamp_max(self.max_length - 1),
-                use_cache=False,
-                tree_attention=attention,
-            ).last_hidden_state
+        # A node past the context can never be committed; at its true position, though, it could rescale a dynamic rotary
+        # embedding for all rows.
+        positions = (lengths[:, None] + offsets).clamp_max(self.max_length - 1)
+        if self._fused_layers:
+            hidden, taps = self._fused_forward(token_ids, positions, attention)
+        else:
+            with self._own_attention(), self._tapped_layers() as taps:
+                hidden = self.backbone(
+                    input_ids=token_ids, position_ids=positions, use_cache=False, tree_attention=attention
+                ).last_hidden_state
         features = [taps[layer] for layer in self.feature_layers]
         return hidden, torch.cat(features, dim=-1) if features else hidden.new_zeros(requests, rows, 0)
+
+    def _fused_forward(self, token_ids: Tensor, positions: Tensor, attend: TreeAttention) -> tuple[Tensor, dict[int, Tensor]]:
+        """Normalised last hidden states, and the outputs of all tapped layers, through :mod:`pctree.targets.fused`."""
+        hidden = self.embed_tokens(token_ids)
+        cos, sin = (part[:, :, None] for part in self.backbone.rotary_emb(hidden, positions))
+        taps = {-1: hidden}
+        for index, layer in enumerate(self._fused_layers):
+            hidden = layer(index, hidden, cos, sin, attend)
+            if index in self.feature_layers:
+                taps[index] = hidden
+        return self.backbone.norm(hidden), taps
 
     def _additive_mask(self, lengths: Tensor, mask: Tensor, span: int) -> Tensor:
         visible = visible_rows(lengths, mask, span)
