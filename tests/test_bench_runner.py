@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
@@ -20,7 +19,6 @@ from pctree.bench.machine import Shard
 from pctree.bench.records import identity, read_records
 from pctree.bench.runner import Bench, repeats_itself
 from pctree.bench.summary import acceptance_length
-from pctree.cli import main
 from pctree.drafters import save_drafter
 from pctree.errors import CheckpointError, UsageError
 
@@ -293,24 +291,6 @@ def command(models, output, *more):
     return ["bench", "--target", str(models / "target"), "--drafter", f"b7={models / 'b7'}", "--prompts", str(models),
             "--task", "alpha", "--task", "beta", "--max-new-tokens", str(TOKENS), "--budget", "12", "--dtype", "float32",
             "--device", "cpu", "--output", str(output), *more]  # fmt: skip
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Call ``pctree``; gives the exit code and both outputs."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["pctree", *map(str, arguments)])
-        monkeypatch.setattr(sys, "stdin", io.StringIO())
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
 
 
 def test_two_processes_give_the_totals_of_one(models, run, tmp_path, monkeypatch):

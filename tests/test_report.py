@@ -6,8 +6,8 @@ import csv
 import io
 import json
 import re
-import sys
 import xml.etree.ElementTree as ElementTree
+from functools import partial
 
 import bench_records
 import pytest
@@ -19,7 +19,6 @@ from pctree.bench.csv_files import cell_rows, csv_files, depth_rows, sweep_rows
 from pctree.bench.records import read_records
 from pctree.bench.report import build, html, markdown
 from pctree.bench.study import studies
-from pctree.cli import main
 from pctree.errors import UsageError
 
 ENVIRONMENTS = {ENVIRONMENT["environment"]: ENVIRONMENT}
@@ -32,20 +31,9 @@ def whole():
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(run):
     """Call ``pctree report``; gives the exit code and both outputs."""
-
-    def call(*arguments) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["pctree", "report", *map(str, arguments)])
-        try:
-            main()
-            code = 0
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
+    return partial(run, "report")
 
 
 def study_of(records):
