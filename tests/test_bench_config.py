@@ -31,6 +31,16 @@ def test_fields_without_a_meaning_make_no_further_cells():
     ]  # fmt: skip
 
 
+def test_shortlists_and_automatic_budgets_are_cells_of_their_own():
+    found = matrix({"drafter": "b7", "method": ["dspark", "ddtree", "pctree"], "budget": ["auto", 8], "candidates": [0, 256]})
+    assert [c.label for c in found] == [
+        "ar", "dspark b7", "dspark b7 C=256", "ddtree b7 N=auto", "ddtree b7 N=8", "pctree b7 k=4 N=auto",
+        "pctree b7 k=4 N=auto C=256", "pctree b7 k=4 N=8", "pctree b7 k=4 N=8 C=256",
+    ]  # fmt: skip
+    assert found[-1].settings().candidates == 256
+    assert found[-3].settings().budget == "auto"
+
+
 def test_eagle3_with_one_child_a_parent_is_a_chain():
     cells = matrix({"drafter": "b7", "method": "eagle3", "top_k": [1, 4], "budget": [8, 32]})
     assert [c.label for c in cells] == ["ar", "eagle3 b7 chain", "eagle3 b7 k=4 N=8", "eagle3 b7 k=4 N=32"]

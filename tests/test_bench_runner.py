@@ -20,7 +20,9 @@ from pctree.bench.records import identity, read_records
 from pctree.bench.runner import Bench, repeats_itself
 from pctree.bench.summary import acceptance_length
 from pctree.drafters import save_drafter
+from pctree.economy import Economy
 from pctree.errors import CheckpointError, UsageError
+from pctree.profiles import Profile
 
 PROMPTS = {"alpha": ["Hello", "Good day"], "beta": ["1+1"]}
 CELLS = [
@@ -92,6 +94,20 @@ def test_a_threshold_shortens_the_chain(models, tmp_path):
     records = [record for record in read_records([tmp_path])[0] if record["method"] == "dspark"]
     nodes = {record["confidence_threshold"]: record["tree_nodes"] for record in records}
     assert nodes[0.9] < nodes[0.0]
+
+
+def test_an_automatic_budget_takes_its_costs_from_a_profile(models, tmp_path):
+    cells = [{"drafter": "b7", "method": "pctree", "budget": "auto"}]
+    with pytest.raises(UsageError, match=r"pctree tune"):
+        Bench(config(models, cells=cells, profile="off"), tmp_path / "run")
+    settings = {"method": "pctree", "top_k": 4, "budget": 8, "frontier": "capped", "candidates": 0}
+    Profile({}, settings, Economy({1: 1.0, 2: 1e6}, 1.0)).save(tmp_path / "dear.json")
+    bench = Bench(config(models, cells=cells, profile=str(tmp_path / "dear.json")), tmp_path / "run")
+    assert bench.run()
+    records = [record for record in read_records([tmp_path / "run"])[0] if record["method"] == "pctree"]
+    assert {record["budget"] for record in records} == {"auto"}
+    assert {record["tree_nodes"] for record in records} == {1.0}  # rows this dear do not pay
+    assert all(record["first_difference"] is None for record in records)
 
 
 def test_every_cell_decodes_every_prompt_with_the_tokens_of_plain_decoding(models, finished):

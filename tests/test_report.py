@@ -121,6 +121,16 @@ def test_variants_have_names():
     ]  # fmt: skip
 
 
+def test_shortlists_and_automatic_budgets_do_not_stand_for_a_method():
+    records = [*matrix(), record("pctree", "b7", candidates=256), record("pctree", "b7") | {"budget": "auto"}]
+    study = study_of(records)
+    names = {cell.name for cell in study.cells}
+    assert {"PCTree", "PCTree, 256 candidates", "PCTree, auto budget"} <= names
+    assert all(cell.of_the_paper for cell in study.main)
+    assert all(cell.of_the_paper for sweep in study.sweeps("N") for cell in sweep.cells)
+    assert "auto" in markdown(build(records, ENVIRONMENTS, draw=False))
+
+
 def test_a_confidence_threshold_has_a_section_of_its_own():
     records = [record("dspark", "b7", confidence_threshold=t) for t in (0.0, 0.4)] + [
         record("pctree", "b7"),

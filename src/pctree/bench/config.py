@@ -40,8 +40,9 @@ class Cell:
     method: str
     drafter: str | None
     top_k: int | None
-    budget: int | None
+    budget: int | str | None
     frontier: str | None
+    candidates: int
     temperature: float
     confidence_threshold: float
 
@@ -52,6 +53,7 @@ class Cell:
             self.top_k or 1,
             self.budget or 1,
             self.frontier or "capped",
+            self.candidates,
             confidence_threshold=self.confidence_threshold,
         )
 
@@ -72,6 +74,8 @@ class Cell:
             parts.append(f"k={self.top_k}")
         if self.budget is not None and not self.is_chain:
             parts.append(f"N={self.budget}")
+        if self.candidates:
+            parts.append(f"C={self.candidates}")
         if self.temperature:
             parts.append(f"T={self.temperature:g}")
         if self.confidence_threshold:
@@ -83,8 +87,9 @@ def cell(
     method: str,
     drafter: str | None = None,
     top_k: int = 4,
-    budget: int = 32,
+    budget: int | str = 32,
     frontier: str = "capped",
+    candidates: int = 0,
     temperature: float = 0.0,
     confidence_threshold: float = 0.0,
 ) -> Cell:
@@ -96,24 +101,26 @@ def cell(
     _check("method", method, isinstance(method, str) and method in METHODS, f"one of {', '.join(METHODS)}")
     _check("drafter", drafter, drafter is None or isinstance(drafter, str), "the name of one of the drafters")
     _check("top_k", top_k, _is_int(top_k, 1), "a whole number of at least 1")
-    _check("budget", budget, _is_int(budget, 1), "a whole number of at least 1")
+    _check("budget", budget, budget == "auto" or _is_int(budget, 1), "a whole number of at least 1, or auto")
+    _check("candidates", candidates, _is_int(candidates, 0), "a whole number, 0 for the whole vocabulary")
     _check("frontier", frontier, frontier in FRONTIERS, " or ".join(FRONTIERS))
     _check("temperature", temperature, _is_number(temperature) and 0 <= temperature < math.inf, "0 (greedy) or above")
     _check("confidence_threshold", confidence_threshold,
            _is_number(confidence_threshold) and 0 <= confidence_threshold < 1, "at least 0 (off) and below 1")  # fmt: skip
     temperature = float(temperature)
     if method == "ar":
-        return Cell("ar", None, None, None, None, temperature, 0.0)
+        return Cell("ar", None, None, None, None, 0, temperature, 0.0)
     if drafter is None:
         raise UsageError(f"a cell of method {method} names no drafter; only ar needs none")
+    listed = candidates if METHODS[method].needs_head else 0
     if METHODS[method].chain:
-        return Cell(method, drafter, 1, None, None, temperature, float(confidence_threshold))
+        return Cell(method, drafter, 1, None, None, listed, temperature, float(confidence_threshold))
     if METHODS[method].autoregressive and top_k == 1 and frontier == "capped":
-        return Cell(method, drafter, 1, None, None, temperature, 0.0)
+        return Cell(method, drafter, 1, None, None, 0, temperature, 0.0)
     if METHODS[method].always_exact:
-        return Cell(method, drafter, None, budget, None, temperature, 0.0)
+        return Cell(method, drafter, None, budget, None, 0, temperature, 0.0)
     # The exact frontier is as wide as the budget, whatever top_k says.
-    return Cell(method, drafter, top_k if frontier == "capped" else None, budget, frontier, temperature, 0.0)
+    return Cell(method, drafter, top_k if frontier == "capped" else None, budget, frontier, listed, temperature, 0.0)
 
 
 @dataclass(frozen=True)
@@ -131,6 +138,7 @@ class BenchConfig:
     dtype: str = "bfloat16"
     device: str = "auto"
     compile: str = "auto"
+    profile: str = "auto"
     cells: Sequence[Mapping[str, Any]] | None = None
 
     @classmethod
@@ -162,6 +170,7 @@ class BenchConfig:
             check(name, _is_int(getattr(self, name), 1), "a whole number of at least 1")
         check("seed", _is_int(self.seed, 0), "a whole number of at least 0")
         check("device", isinstance(self.device, str), "auto, cpu, cuda or cuda:N")
+        check("profile", isinstance(self.profile, str), "auto, off, or a file that pctree tune wrote")
         check("cells", self.cells is None or (isinstance(self.cells, (list, tuple))
               and all(isinstance(grid, Mapping) for grid in self.cells)),
               "a list of grids like {drafter: b7, method: pctree, top_k: [1, 2]}")  # fmt: skip

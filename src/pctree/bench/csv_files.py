@@ -86,6 +86,7 @@ def _named(study: Study, cell: Cell) -> Row:
         "target": setting.target, "machine": setting.machine, "dtype": setting.dtype, "temperature": setting.temperature,
         "max_new_tokens": setting.max_new_tokens, "method": cell.method, "drafter": cell.drafter, "block_size": cell.block_size,
         "top_k": cell.top_k, "budget": cell.budget, "frontier": cell.frontier,
+        "candidates": cell.candidates,
         "confidence_threshold": cell.confidence_threshold,
     }  # fmt: skip
 

@@ -26,6 +26,7 @@ IDENTITY = (
     "top_k",
     "budget",
     "frontier",
+    "candidates",
     "temperature",
     "confidence_threshold",
     "dtype",

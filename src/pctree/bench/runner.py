@@ -25,10 +25,12 @@ from pctree.bench.records import Record, RecordFile, identity, scan
 from pctree.bench.tasks import read_tasks
 from pctree.decoder import SpeculativeDecoder
 from pctree.drafters import AnyDrafter
+from pctree.economy import Economy
 from pctree.errors import PCTreeError, UsageError
 from pctree.loading import bind, load_draft, load_target, resolve_device, resolve_dtype
 from pctree.methods import DraftSettings
 from pctree.params import SamplingParams
+from pctree.profiles import find_profile
 from pctree.prompts import encode_prompt
 from pctree.results import Generation
 from pctree.targets import TargetModel
@@ -91,10 +93,19 @@ def load_decoders(
     decoders = {
         cell: SpeculativeDecoder(plain, None, tokenizer, settings(cell))
         if cell.drafter is None
-        else SpeculativeDecoder(tapped[cell.drafter], drafts[cell.drafter], tokenizer, settings(cell))
+        else SpeculativeDecoder(tapped[cell.drafter], drafts[cell.drafter], tokenizer, settings(cell), economy(config, cell))
         for cell in complete
     }
     return decoders, drafts
+
+
+def economy(config: BenchConfig, cell: Cell) -> Economy | None:
+    """What rounds cost here, for cells with an automatic budget."""
+    if cell.budget != "auto" or cell.drafter is None:
+        return None
+    source = config.drafters[cell.drafter]
+    found = find_profile(config.profile, config.target, source, config.dtype, config.device, config.compile)
+    return None if found is None else found.economy
 
 
 def encode_tasks(tasks: dict[str, list[str]], tokenizer: Any, context: int) -> list[BenchPrompt]:

@@ -54,8 +54,9 @@ class Cell:
     drafter: str | None
     block_size: int | None
     top_k: int | None
-    budget: int | None
+    budget: int | str | None
     frontier: str | None
+    candidates: int
     confidence_threshold: float
 
     @property
@@ -80,7 +81,18 @@ class Cell:
         label = "EAGLE-3 chain" if self.method == "eagle3" and self.chain else LABELS.get(self.method, self.method)
         exact = ", exact frontier" if self.exact else ""
         threshold = f", threshold {self.confidence_threshold:g}" if self.confidence_threshold else ""
-        return label + exact + threshold
+        listed = f", {self.candidates} candidates" if self.candidates else ""
+        return label + exact + threshold + listed + (", auto budget" if self.budget == "auto" else "")
+
+    @property
+    def of_the_paper(self) -> bool:
+        """Whether it decodes as the paper does: no threshold, no shortlist, a budget that is a number."""
+        return not self.confidence_threshold and not self.candidates and self.budget != "auto"
+
+    @property
+    def most_nodes(self) -> int:
+        """The budget as a number; an automatic one sorts behind all."""
+        return self.budget if isinstance(self.budget, int) else 10**6 if self.budget else 0
 
     @property
     def point(self) -> str:
@@ -94,13 +106,13 @@ class Cell:
 
     def order(self) -> tuple[Any, ...]:
         place = [*METHODS, self.method].index(self.method)
-        return (self.block_size or 0, place, not self.chain, self.exact, self.confidence_threshold, self.drafter or "",
-                self.top_k or 0, self.budget or 0)  # fmt: skip
+        return (self.block_size or 0, place, not self.chain, self.exact, self.confidence_threshold, self.candidates,
+                self.drafter or "", self.top_k or 0, self.most_nodes)  # fmt: skip
 
     def distance(self) -> float:
         """How far its k and N are from the paper's, in doublings."""
         k = abs(log2(self.top_k / TOP_K)) if self.has_k and self.top_k else 0.0
-        return k + (abs(log2(self.budget / BUDGET)) if not self.chain and self.budget else 0.0)
+        return k + (abs(log2(self.most_nodes / BUDGET)) if not self.chain and self.most_nodes else 0.0)
 
 
 @dataclass(frozen=True)
@@ -111,7 +123,7 @@ class Sweep:
     cells: list[Cell]
 
     def value(self, cell: Cell) -> int:
-        return (cell.top_k if self.variable == "k" else cell.budget) or 0
+        return (cell.top_k or 0) if self.variable == "k" else cell.most_nodes
 
     @property
     def name(self) -> str:
@@ -160,7 +172,7 @@ class Study:
         drafter = record["drafter"]
         if len(self.sources.get(drafter, ())) > 1:  # one name for several checkpoints
             drafter = f"{drafter} = {record['drafter_source']}"
-        keys = ("method", "block_size", "top_k", "budget", "frontier", "confidence_threshold")
+        keys = ("method", "block_size", "top_k", "budget", "frontier", "candidates", "confidence_threshold")
         return Cell(drafter=drafter, **{key: record[key] for key in keys})
 
     def of(self, cell: Cell, task: str | None = None) -> list[Record]:
@@ -188,12 +200,12 @@ class Study:
 
     @property
     def main(self) -> list[Cell]:
-        """For each drafter and method the cell that stands for it: the one nearest to the paper's k and N, which turns the
-        confidence threshold off.
+        """For each drafter and method the cell that stands for it: the one nearest to the paper's k and N, decoded as the
+        paper does.
         """
         nearest: dict[tuple[str, str | None], Cell] = {}
         for cell in sorted(self.speculating, key=Cell.distance):
-            if not cell.confidence_threshold:
+            if cell.of_the_paper:
                 nearest.setdefault((cell.name, cell.drafter), cell)
         return sorted(nearest.values(), key=Cell.order)
 
@@ -231,7 +243,7 @@ class Study:
         """
         groups: dict[tuple[Any, ...], list[Cell]] = defaultdict(list)
         for cell in self.speculating:
-            if cell.has_k or (variable == "N" and not cell.chain):
+            if cell.of_the_paper and (cell.has_k or (variable == "N" and not cell.chain)):
                 held = cell.budget if variable == "k" else cell.top_k if cell.has_k else None
                 groups[cell.name, cell.drafter, held].append(cell)
         if variable == "k":
@@ -240,7 +252,7 @@ class Study:
         found: dict[tuple[Any, ...], Sweep] = {}
         for (name, drafter, _), cells in sorted(groups.items(), key=lambda group: min(map(Cell.distance, group[1]))):
             if len(cells) > 1:
-                ordered = sorted(cells, key=lambda cell: cell.top_k if variable == "k" else cell.budget)  # type: ignore
+                ordered = sorted(cells, key=lambda cell: (cell.top_k or 0) if variable == "k" else cell.most_nodes)
                 found.setdefault((name, drafter), Sweep(variable, ordered))
         return sorted(found.values(), key=lambda sweep: sweep.cells[-1].order())
 

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 AXES: dict[str, Callable[[str], Any]] = {
     "method": str,
     "top_k": int,
-    "budget": int,
+    "budget": lambda text: text if text == "auto" else int(text),
     "frontier": str,
+    "candidates": int,
     "temperature": float,
     "confidence_threshold": float,
 }
@@ -38,9 +39,10 @@ def command(
     prompts: str = typer.Option(None, help="Folder of tasks, NAME.jsonl; without it they come from the hub."),
     method: str = typer.Option(None, help="Methods, with commas. (default: dspark,shared-markov,pctree, and always ar)"),
     top_k: str = typer.Option(None, help="Children per parent, with commas. (default: 4)"),
-    budget: str = typer.Option(None, help="Nodes sent to the target, root included, with commas. (default: 32)"),
+    budget: str = typer.Option(None, help="Nodes sent to the target, root included, or auto; with commas. (default: 32)"),
     frontier: str = typer.Option(None, help="capped, exact, or both with a comma. (default: capped)"),
     temperature: str = typer.Option(None, help="Temperatures, with commas; 0 is greedy. (default: 0)"),
+    candidates: str = typer.Option(None, help="Tokens a slot that the Markov head looks at, with commas. (default: 0, all)"),
     confidence_threshold: str = typer.Option(None, help="Thresholds at which a chain is cut, with commas. (default: 0, off)"),
     per_task: int = typer.Option(None, help="Prompts a task. (default: as many as DeepSpec takes; of a file all)"),
     max_new_tokens: int = typer.Option(None, help="Most tokens per prompt. (default: 128)"),
@@ -48,6 +50,7 @@ def command(
     seed: int = typer.Option(None, help="Chooses the prompts, and the samples. (default: 980406, DeepSpec's)"),
     dtype: str = typer.Option(None, help="bfloat16, float16 or float32. (default: bfloat16)"),
     compile: str = typer.Option(None, help="auto or off: whether weights are arranged for speed. (default: auto)"),
+    profile: str = typer.Option(None, help="Where --budget auto looks up costs: auto, or a file of tune's. (default: auto)"),
     device: str = typer.Option(None, help="auto (CUDA where there is one), cpu, cuda or cuda:N. (default: auto)"),
     output: Path = typer.Option(Path("runs/bench"), "--output", "-o", help="Folder of the records, to write or to go on with."),
     dry_run: bool = typer.Option(False, "--dry-run", help="Show the cells of the matrix and stop."),
@@ -66,8 +69,8 @@ def command(
 
     settings = read_yaml(preset_file(preset) if preset is not None else config)
     settings |= given(target=target, tasks=task or None, prompts=prompts, per_task=per_task, max_new_tokens=max_new_tokens,
-                      repeats=repeats, seed=seed, dtype=dtype, device=device, compile=compile)  # fmt: skip
-    flags = given(method=method, top_k=top_k, budget=budget, frontier=frontier, temperature=temperature,
+                      repeats=repeats, seed=seed, dtype=dtype, device=device, compile=compile, profile=profile)  # fmt: skip
+    flags = given(method=method, top_k=top_k, budget=budget, frontier=frontier, candidates=candidates, temperature=temperature,
                   confidence_threshold=confidence_threshold)  # fmt: skip
     axes = {name: parse_list(name, text) for name, text in flags.items()}
     settings = lay_drafters(settings, drafter or [], any_name="method" in axes or settings.get("cells") is None)
