@@ -242,5 +242,54 @@ def dynamic_forward(model: nn.Module, cache: KVCache, ids: torch.Tensor) -> Call
     return call
 
 
+@app.command()
+def growth(
+    target: str = typer.Option("smollm2"),
+    drafter: str = typer.Option("smollm2"),
+    method: str = typer.Option("pctree"),
+    tokens: int = typer.Option(2000),
+    windows: int = typer.Option(10, help="Parts that the rounds are cut into."),
+    device: str = typer.Option("auto"),
+    output: Path = typer.Option(Path("runs/stages-growth.jsonl")),
+) -> None:
+    """Rounds of one long text, early and late: nothing but attention may grow with what is committed."""
+    decoder = SpeculativeDecoder.from_pretrained(target, drafter, method=method, device=device, profile="off")
+    request = decoder.request("Tell me a very long story.", max_new_tokens=tokens, stop_token_ids=[])
+    times: list[float] = []
+    nodes = 1
+    with progress_bar() as bar:
+        work = bar.add_task("decoding", total=tokens, note="")
+        began = time.perf_counter()
+        for _, done in decoder.decode([request]):
+            ended = time.perf_counter()
+            if done.path:
+                times.append(1e3 * (ended - began))
+                nodes = done.tree.nodes
+            bar.update(work, completed=len(request.token_ids))
+            began = time.perf_counter()
+    share = max(1, len(times) // windows)
+    rows = []
+    table = Table(title="median ms by part of the text", title_justify="left")
+    for heading in ("tokens before", "a round", f"a forward of {nodes} rows alone", "the rest"):
+        table.add_column(heading, justify="right")
+    for start in range(0, len(times) - share + 1, share):
+        before = len(request.prompt_ids) + round(len(request.token_ids) * (start + share / 2) / len(times))
+        whole, forward = median(times[start : start + share]), lone_forward(decoder, before, nodes)
+        rows.append({"tokens_before": before, "round": whole, "forward": forward, "rest": whole - forward})
+        table.add_row(str(before), f"{whole:.1f}", f"{forward:.1f}", f"{whole - forward:.1f}")
+    out.print(table)
+    write(output, rows)
+
+
+def lone_forward(decoder: SpeculativeDecoder, context: int, rows: int) -> float:
+    """Median milliseconds of a verify forward behind so many tokens."""
+    model, where = decoder.target, decoder.target.device
+    ids = torch.randint(100, 1000, (1, context), device=where)
+    cache = model.new_cache(1, context + rows)
+    model.prefill(cache, ids)
+    mask, depths = torch.ones(1, rows, rows, dtype=torch.bool, device=where).tril(), torch.arange(rows, device=where)[None]
+    return alternate({"verify": lambda: model.verify(cache, ids[:, :rows], depths, mask)}, where, 7)["verify"]
+
+
 if __name__ == "__main__":
     app()
