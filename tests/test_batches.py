@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import random
 
+import pytest
 import tiny
 import torch
 from byte_tokenizer import byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pctree import DraftSettings, SamplingParams, SpeculativeDecoder, TargetModel
+from pctree import DraftSettings, SamplingParams, SpeculativeDecoder, TargetModel, UsageError
 
 
 @settings(max_examples=12)
@@ -36,6 +37,22 @@ def test_a_mix_of_requests_equals_one_at_a_time(seed, head, kind, lengths, place
         assert result.token_ids == alone.token_ids
         assert result.finish_reason == alone.finish_reason
         assert result.stats.acceptance_lengths == alone.stats.acceptance_lengths
+
+
+def test_memory_is_what_batch_size_and_length_say(monkeypatch):
+    model = tiny.target()
+    reader = tiny.decoder(model, tiny.drafter(model), budget=12)
+    made = []
+    new_batch = type(reader).new_batch
+    monkeypatch.setattr(
+        type(reader), "new_batch", lambda self, rows, length: made.append((rows, length)) or new_batch(self, rows, length)
+    )
+    prompts = [tiny.prompt(seed, 4 + seed) for seed in range(5)]
+    bounded = reader.generate(prompts, max_new_tokens=6, max_batch_size=2, max_length=20)
+    assert made == [(2, 20)]
+    assert [r.token_ids for r in bounded] == [r.token_ids for r in reader.generate(prompts, max_new_tokens=6)]
+    with pytest.raises(UsageError, match="needs 14 tokens, prompt and output, but max_length is 13"):
+        reader.generate(prompts, max_new_tokens=6, max_length=13)
 
 
 def text_decoder(seed: int = 2) -> SpeculativeDecoder:

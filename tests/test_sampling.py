@@ -72,6 +72,7 @@ GRID = [
     ("dspark", 1, 4, {"temperature": 1.0}),
     ("dspark", 1, 4, {"temperature": 0.7, "top_p": 0.8}),
     ("shared-markov", 3, 8, {"temperature": 0.8, "repetition_penalty": 1.4}),
+    ("shared-markov", 2, 6, {"temperature": 1.2, "top_p": 0.9}),
     ("pctree", 2, 8, {"temperature": 0.6}),
     ("pctree", 4, 12, {"temperature": 1.0, "top_p": 0.7}),
     ("pctree", 3, 10, {"temperature": 1.1, "repetition_penalty": 1.5, "top_p": 0.9}),

@@ -106,14 +106,18 @@ class SpeculativeDecoder:
 
     # --- for callers ------------------------------------------------------------------------------------------------
 
-    def generate(self, prompt: Any, params: Any = None, *, max_batch_size: int = 16, **options: Any) -> Any:
+    def generate(
+        self, prompt: Any, params: Any = None, *, max_batch_size: int = 16, max_length: int | None = None, **options: Any
+    ) -> Any:
         """Decode a prompt to the end (a :class:`Generation`), or a list of prompts together (a list of them).
 
         Args:
             prompt: text, chat messages or token ids; or a list of such prompts, which gives a list of results.
             params: :class:`SamplingParams`, or a list of them, one a prompt; ``options`` are laid over them.
-            max_batch_size: most requests decoded at once. With the longest request's tokens it bounds the memory: the
-                caches hold ``max_batch_size`` times that many rows. Further requests wait for a place.
+            max_batch_size: most requests decoded at once; further ones wait for a place.
+            max_length: most tokens of a request, prompt and output; None is what the longest one needs. The two bound the
+                memory: the caches hold ``max_batch_size`` times ``max_length`` rows, and a request that needs more is
+                refused.
             options: fields of :class:`SamplingParams`, and ``system`` and ``raw`` of ``encode_prompt``.
         """
         if max_batch_size < 1:
@@ -125,7 +129,7 @@ class SpeculativeDecoder:
             if len(given) != len(prompt):
                 raise UsageError(f"{len(prompt)} prompts were given but {len(given)} params; give one for each, or one for all")
             requests = [self.request(p, q, **options) for p, q in zip(prompt, given, strict=True)]
-        for _ in self.decode(requests, max_batch_size=max_batch_size):
+        for _ in self.decode(requests, max_batch_size=max_batch_size, max_length=max_length):
             pass
         results = [self.result(request) for request in requests]
         return results if is_batch(prompt) else results[0]
@@ -191,7 +195,12 @@ class SpeculativeDecoder:
 
     @torch.inference_mode()
     def decode(
-        self, requests: Sequence[Request], *, max_batch_size: int = 16, batch: Batch | None = None
+        self,
+        requests: Sequence[Request],
+        *,
+        max_batch_size: int = 16,
+        max_length: int | None = None,
+        batch: Batch | None = None,
     ) -> Iterator[tuple[Request, Round]]:
         """Decode requests together, yielding each one's rounds as they come; the first is its prefill, with an empty path.
 
@@ -201,7 +210,12 @@ class SpeculativeDecoder:
         reuse = batch is not None
         if batch is None:
             longest = max(len(request.prompt_ids) + request.limit for request in requests)
-            batch = self.new_batch(min(max_batch_size, len(requests)), longest)
+            if max_length is not None and longest > max_length:
+                raise UsageError(
+                    f"a request needs {longest} tokens, prompt and output, but max_length is {max_length}; "
+                    "shorten it or raise max_length"
+                )
+            batch = self.new_batch(min(max_batch_size, len(requests)), max_length or longest)
         waiting, clock, began = deque(requests), StageClock(self.target.device), time.perf_counter()
         stages_before: dict[int, dict[str, float]] = {}
         while waiting or batch.running:
