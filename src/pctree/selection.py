@@ -38,13 +38,14 @@ def argmax(logits: Tensor) -> Tensor:
 def shortlist(logits: Tensor, count: int) -> Tensor:
     """Places [..., count] of likely tokens of ``logits`` [..., V], the likeliest first.
 
-    Where V is large, the best of 64 tokens stands for them, which takes one pass. The 64 lie far from each other, since
-    neighbours in a vocabulary are likely together; so two likely tokens among them are rare, and the price is that the
-    second is not drafted.
+    Where V is large, the best token of a group stands for it, which takes one pass; there are at least three groups for each
+    place on the list. The tokens of a group lie far from each other, since neighbours in a vocabulary are likely together; so
+    two likely tokens in one group are rare, and the price is that the second is not drafted.
     """
-    groups = logits.shape[-1] // 64
-    if logits.shape[-1] % 64 or groups < count:
-        return logits.topk(min(count, logits.shape[-1]), dim=-1).indices
-    best = logits.unflatten(-1, (64, groups)).max(-2)
+    size = logits.shape[-1]
+    group = next((group for group in (64, 32, 16) if size % group == 0 and size // group >= 3 * count), None)
+    if group is None:
+        return logits.topk(min(count, size), dim=-1).indices
+    best = logits.unflatten(-1, (group, -1)).max(-2)
     chosen = best.values.topk(count, dim=-1).indices
-    return best.indices.gather(-1, chosen) * groups + chosen
+    return best.indices.gather(-1, chosen) * (size // group) + chosen
