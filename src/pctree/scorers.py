@@ -127,18 +127,17 @@ class SharedMarkovScorer:
     """
 
     def __init__(self, chain: MarkovScorer, anchors: Tensor):
-        self.depth, self.chain, self.parents = chain.depth, chain, [anchors[:, None]]
-        self.states = [chain.initial_state()]
-        for depth in range(self.depth - 1):
-            _, token_ids, states = chain.propose(depth, self.parents[-1], self.states[-1], 1)
-            self.parents.append(token_ids[..., 0])
-            self.states.append(states)
+        self.depth, self.chain = chain.depth, chain
+        self.parent, self.state = anchors[:, None], chain.initial_state()
 
     def initial_state(self) -> Tensor:
-        return self.states[0][..., :0]
+        return self.state[..., :0]
 
     def propose(self, depth: int, parents: Tensor, states: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        return *self.chain.propose(depth, self.parents[depth], self.states[depth], count)[:2], states
+        """Layers must be asked for in their order: each takes the chain a step further."""
+        log_probs, token_ids, self.state = self.chain.propose(depth, self.parent, self.state, count)
+        self.parent = token_ids[..., 0]
+        return log_probs, token_ids, states
 
 
 class EagleScorer(BaseScorer):
