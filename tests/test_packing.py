@@ -72,6 +72,13 @@ def test_layers_of_another_kind_are_packed_and_not_fused():
     assert not hasattr(model, "pctree_layers")
 
 
+def test_a_processor_that_cannot_is_left_alone(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    model = tiny.target().to(torch.bfloat16)
+    fuse(model)
+    assert not any(isinstance(module, PackedLinear) for module in model.modules())
+
+
 def test_other_dtypes_are_left_alone():
     model = tiny.target()
     fuse(model)

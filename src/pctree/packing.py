@@ -33,7 +33,9 @@ class PackedLinear(nn.Module):
 def can_pack(linear: nn.Linear) -> bool:
     """Whether this layer gains from packing here: bfloat16, on a CPU, with the library that does it."""
     weight = linear.weight
-    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+        return False
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()  # not on every processor
 
 
 def pack_linears(module: nn.Module, keep_weights: Sequence[str] = ()) -> None:
