@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from pctree import CheckpointError, DraftSettings, SpeculativeDecoder, TargetModel, load_drafter
-from pctree.drafters import Drafting
+from pctree.drafters import Drafting, save_drafter
 from pctree.methods import Block
 
 VOCAB, KEPT = 40, [3, 4, 5, 9, 11, 12, 20, 21, 33, 39, 2, 1]  # target ids of the draft tokens, in no order
@@ -155,8 +155,6 @@ def test_a_wrong_table_is_refused(model, tmp_path, offset, message):
     kept = [*KEPT[:-1], KEPT[0] if offset == 0 else len(KEPT) - 1 + offset]
     source = tiny.drafter(model)
     folder = write(tmp_path / "d", source, "dspark", kept=KEPT)
-    from safetensors.torch import load_file
-
     tensors = load_file(folder / "model.safetensors")
     tensors["d2t"] = torch.tensor(kept) - torch.arange(len(kept))
     save_file(tensors, folder / "model.safetensors")
@@ -165,3 +163,32 @@ def test_a_wrong_table_is_refused(model, tmp_path, offset, message):
     tensors["d2t"] = torch.zeros(len(KEPT), dtype=torch.long)  # no offsets at all: the first tokens of the vocabulary
     save_file(tensors, folder / "model.safetensors")
     assert load_drafter(folder).draft_ids.tolist() == list(range(len(KEPT)))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_vocabulary_file_reduces_any_checkpoint(model, tmp_path, own):
+    """The same drafter as with d2t: beside a checkpoint in DeepSpec's layout lies the list of tokens worth drafting."""
+    source = tiny.drafter(model, "gated", seed=3, confidence=True)
+    save_drafter(source, tmp_path / "d", dtype=torch.float32)
+    if own:
+        tensors = load_file(tmp_path / "d" / "model.safetensors")
+        tensors["lm_head.weight"] = source.lm_head.weight.detach().clone()
+        save_file(tensors, tmp_path / "d" / "model.safetensors")
+    (tmp_path / "d" / "draft_vocabulary.json").write_text(json.dumps(KEPT))
+    draft, other = loaded(model, tmp_path / "d"), loaded(model, write(tmp_path / "s", source, "dspark", kept=KEPT))
+    assert draft.config.draft_vocab_size == len(KEPT)
+    for method in ("dspark", "pctree"):
+        mine, theirs = (DraftSettings(method, budget=14).grow(first_block(model, each)) for each in (draft, other))
+        assert mine.token_ids.equal(theirs.token_ids)
+    target = TargetModel(model, draft.config.target_layer_ids)
+    decoder = SpeculativeDecoder(target, draft, settings=DraftSettings(budget=14, candidates=5))
+    plain = decoder.with_settings(method="ar").generate(tiny.prompt(2, 8), max_new_tokens=30)
+    assert decoder.generate(tiny.prompt(2, 8), max_new_tokens=30).token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "[1, 1]", "[1, 40]", "[-1]", "[1.5]", "[true]", "nonsense"])
+def test_a_bad_vocabulary_file_is_named(model, tmp_path, text):
+    save_drafter(tiny.drafter(model), tmp_path / "d", dtype=torch.float32)
+    (tmp_path / "d" / "draft_vocabulary.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"draft_vocabulary\.json is damaged.*below 40"):
+        load_drafter(tmp_path / "d")

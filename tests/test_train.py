@@ -269,6 +269,18 @@ def test_training_learns_and_exports(bfloat16_target, data, tmp_path, algorithm,
     assert SpeculativeDecoder(bfloat16_target, drafter, settings=settings).generate([5, 6, 7], max_new_tokens=9).token_ids
 
 
+def test_a_drafter_is_exported_with_the_tokens_that_it_learnt(bfloat16_target, data, tmp_path):
+    from pctree import load_drafter
+
+    store = feature_store(bfloat16_target, data, tmp_path / "f")
+    config = TrainConfig.from_dict(CONFIG | {"steps": 1, "loss_vocab": 100})
+    trainer = Trainer(bfloat16_target, store, config, tmp_path / "run")
+    assert trainer.run()
+    drafter = load_drafter(tmp_path / "run" / "drafter")
+    assert drafter.draft_ids.tolist() == trainer.loss_vocab.tolist()
+    assert drafter.config.draft_vocab_size == 100
+
+
 def test_a_new_drafter_starts_from_the_target(bfloat16_target):
     drafter = new_drafter(TrainConfig(layers=2), bfloat16_target)
     assert not drafter.markov_head.markov_w2.weight.any()

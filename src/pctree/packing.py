@@ -8,6 +8,7 @@ the speed of the memory. The products are the same to the last bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,17 @@ def can_pack(linear: nn.Linear) -> bool:
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
         return False
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()  # not on every processor
+
+
+def rows_of(linear: Any, rows: Tensor) -> nn.Module:
+    """A layer that gives only these outputs of ``linear`` (packed or not, without bias), packed if it is."""
+    weight = linear.weight.detach()[rows]
+    if isinstance(linear, PackedLinear):
+        return PackedLinear(weight)
+    with torch.device("meta"):
+        made = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    return made
 
 
 def pack_linears(module: nn.Module, keep_weights: Sequence[str] = ()) -> None:

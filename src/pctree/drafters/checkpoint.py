@@ -17,6 +17,8 @@ from pctree.drafters.layouts import DEEPSPEC_KEYS, parse_config
 from pctree.errors import CheckpointError
 
 SHARED = ("embed_tokens", "lm_head")
+# Beside a checkpoint in any layout: the tokens worth drafting. A file of its own, so that other readers are not disturbed.
+VOCABULARY = "draft_vocabulary.json"
 # What speculators may leave in a file beside the drafter: the target's own weights, and the inverse of d2t.
 NOT_OURS = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 
@@ -111,7 +113,21 @@ def load_drafter(path: Path, *, dtype: torch.dtype = torch.float32, device: torc
     drafter.load_state_dict({name: tensor.to(device, dtype) for name, tensor in tensors.items()}, assign=True)
     drafter.rotary = type(drafter.rotary)(backbone).to(device)  # its tables are computed, not stored
     drafter.draft_ids = None if draft_ids is None else draft_ids.to(device)
+    if draft_ids is None and (path / VOCABULARY).exists():
+        drafter.reduce_vocabulary(read_vocabulary(path / VOCABULARY, backbone.vocab_size).to(device))
     return drafter.requires_grad_(False).eval()
+
+
+def read_vocabulary(file: Path, vocab_size: int) -> Tensor:
+    """Target ids of the tokens that a drafter was trained to draft, from the file beside its checkpoint."""
+    try:
+        ids = json.loads(file.read_text())
+        whole = isinstance(ids, list) and bool(ids) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        whole = False
+    if not whole or len(set(ids)) < len(ids) or not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise CheckpointError(f"{file} is damaged; expected a list of different token ids below {vocab_size}")
+    return torch.tensor(ids)
 
 
 def read_draft_ids(offsets: Tensor | None, config: DrafterConfig, file: Path) -> Tensor:

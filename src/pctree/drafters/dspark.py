@@ -8,7 +8,7 @@ DeepSpec, ``Qwen3DSparkModel``; without a Markov head (``markov_rank: 0``) the s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from pctree.drafters.heads import MARKOV_HEADS, ConfidenceHead, MarkovHead
+from pctree.packing import rows_of
 from pctree.targets.kv_cache import KVCache
 
 # Called with layer, query [R, heads, n, D], and the block's own key and value [R, kv_heads, n, D]; returns [R, heads, n, D].
@@ -120,7 +121,17 @@ class Drafting(nn.Module):
         if self.embed_tokens is None:
             self.embed_tokens = embed_tokens
         if self.lm_head is None:
-            self.lm_head = lm_head
+            self.lm_head = lm_head if self.draft_ids is None else rows_of(lm_head, self.draft_ids)
+
+    def reduce_vocabulary(self, ids: Tensor) -> None:
+        """Draft only the target tokens ``ids`` [V_draft]: the head and the Markov head shrink to their rows."""
+        self.config = replace(self.config, draft_vocab_size=len(ids))
+        self.draft_ids = ids
+        if self.lm_head is not None:
+            self.lm_head = rows_of(self.lm_head, ids)
+        markov_head = getattr(self, "markov_head", None)
+        if markov_head is not None:
+            markov_head.markov_w2 = rows_of(markov_head.markov_w2, ids)
 
 
 class DSparkDrafter(Drafting):

@@ -89,7 +89,7 @@ def fuse(model: PreTrainedModel) -> None:
     backbone: Any = model.get_decoder()
     if can_fuse(model, backbone):
         model.pctree_layers = [FusedLayer(layer) for layer in backbone.layers]  # type: ignore[assignment]
-    pack_linears(model)
+    pack_linears(model, keep_weights=["lm_head"])  # a drafter with fewer tokens takes some of its rows
 
 
 def can_fuse(model: PreTrainedModel, backbone: Any) -> bool:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from pctree.drafters import save_drafter
+from pctree.drafters.checkpoint import VOCABULARY
 from pctree.errors import UsageError
 from pctree.targets import TargetModel
 from pctree.train.batches import Batcher, evaluation_batches, held_out, vocabulary
@@ -204,6 +205,8 @@ class Trainer:
         complete = self.step >= self.config.steps
         if complete:
             save_drafter(self.drafter, self.folder / "drafter")
+            if len(self.loss_vocab) < self.target.vocab_size:  # it never learnt to draft the others
+                (self.folder / "drafter" / VOCABULARY).write_text(json.dumps(self.loss_vocab.tolist()) + "\n")
         return complete
 
     def _forget_later_lines(self, log_file: Path) -> None:
