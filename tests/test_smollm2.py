@@ -84,6 +84,7 @@ def test_the_drafter_travels_with_the_package():
     folder = smollm2.drafter_path()
     assert (folder / "model.safetensors").stat().st_size <= 45e6
     assert (folder / "README.md").exists()
+    assert (folder / "draft_vocabulary.json").exists()
 
 
 def test_a_wrong_gguf_is_refused(tmp_path):
