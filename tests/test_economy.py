@@ -69,6 +69,10 @@ def test_calibration_of_little():
     assert Economy({1: 1.0}, 1.0, [(-1.0, 0.5)]).chances(torch.tensor([[-3.0, 0.0]])).tolist() == [[0.5, 0.5]]
 
 
+def test_a_calibration_of_one_point_trims_too():
+    assert Economy({1: 10.0, 2: 1e6}, 5.0, [(-1.0, 0.5)]).trim(chain_of([[0.0, -0.1, -1.0]])).nodes == 1
+
+
 @pytest.mark.parametrize("method", ["pctree", "shared-markov", "dspark", "ddtree"])
 @pytest.mark.parametrize("requests", [1, 3])
 def test_the_text_is_the_targets_whatever_is_verified(method, requests):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -45,14 +46,29 @@ class Economy:
         slope = (self.verify_ms[high] - self.verify_ms[low]) / (high - low)
         return self.round_ms + max(self.verify_ms[low] + slope * (rows - low), self.verify_ms[known[0]])
 
+    @cached_property
+    def _points(self) -> tuple[Tensor, Tensor]:
+        log_probs, shares = zip(*self.calibration, strict=True)
+        return torch.tensor(log_probs), torch.tensor(shares)
+
+    def _costs(self, requests: int, nodes: int) -> Tensor:
+        """Of rounds with 1 … ``nodes`` nodes a request; asked for every round, so worked out once."""
+        key = requests, nodes
+        if key not in self._known_costs:
+            self._known_costs[key] = torch.tensor([self.cost(requests * count) for count in range(1, nodes + 1)])
+        return self._known_costs[key]
+
+    @cached_property
+    def _known_costs(self) -> dict[tuple[int, int], Tensor]:
+        return {}
+
     def chances(self, log_probs: Tensor) -> Tensor:
         """The chance of each node [R, N] of being accepted."""
         if not self.calibration:
             return log_probs.exp()
-        points = torch.tensor(self.calibration, device=log_probs.device)
-        x, y = points[:, 0].contiguous(), points[:, 1]
+        x, y = (column.to(log_probs.device) for column in self._points)
         if len(x) == 1:
-            return y.expand_as(log_probs)
+            return y.expand_as(log_probs).clone()
         clamped = log_probs.float().clamp(x[0], x[-1])
         right = torch.searchsorted(x, clamped.contiguous()).clamp(1, len(x) - 1)
         share = (clamped - x[right - 1]) / (x[right] - x[right - 1])
@@ -64,8 +80,7 @@ class Economy:
         gains = self.chances(tree.log_probs)
         gains[:, 0] = 1.0  # the bonus token
         expected = gains.sum(0).cumsum(0)
-        costs = torch.tensor([self.cost(requests * count) for count in range(1, nodes + 1)], device=expected.device)
-        best = (expected / costs).argmax()
+        best = (expected / self._costs(requests, nodes).to(expected.device)).argmax()
         return tree.cut((torch.arange(nodes, device=best.device) <= best).expand(requests, -1))
 
 

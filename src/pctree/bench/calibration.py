@@ -12,7 +12,7 @@ from itertools import accumulate
 from operator import mul
 from statistics import fmean
 
-from pctree.bench.measures import Record
+from pctree.bench.records import Record
 
 BINS = 20
 

@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean, median
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from pctree.bench.records import Record
 from pctree.stats import STAGES
 
-Record = dict[str, Any]
 Prompt = tuple[str, str]  # task, prompt_sha256
 Statistic = Callable[[Tensor], Tensor]  # [..., prompts, columns] to [...]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pctree.bench.blocks import Figure, Section
 from pctree.bench.csv_files import csv_files
-from pctree.bench.measures import Record
+from pctree.bench.records import Record
 from pctree.bench.sections import sections
 from pctree.bench.study import Environments, Study, studies
 from pctree.bench.theme import style

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from math import log2
 from typing import Any
 
-from pctree.bench.measures import Record, Summary, summarise
+from pctree.bench.measures import Summary, summarise
+from pctree.bench.records import Record
 from pctree.methods import METHODS
 
 Environments = dict[str, dict[str, Any]]
