@@ -8,6 +8,7 @@ import pytest
 import tiny
 import torch
 from byte_tokenizer import byte_tokenizer
+from replay import record
 
 from pctree import SpeculativeDecoder, UsageError
 from pctree.drafters import save_drafter
@@ -107,6 +108,21 @@ def test_the_command_writes_a_profile_that_others_use(run, pair):
     assert tuned["token_ids"] == plain["token_ids"]
     assert run(*asked, "--budget", "auto", "--profile", "off")[0] == 2
     assert "budget is auto" in run(*asked, "--budget", "auto", "--profile", "off")[2]
+
+
+def test_other_modes_are_tried_and_kept(pair, monkeypatch):
+    decoder = SpeculativeDecoder.from_pretrained(*pair, dtype="float32", device="cpu")
+    other = SpeculativeDecoder(decoder.target, decoder.drafter, decoder.tokenizer, decoder.settings, record=record)
+    found = tune(decoder, ["Hello", "1+1"], max_new_tokens=6, others={"graphs": other})
+    assert [each.compile for each in found.confirmed] == [None] * (len(found.confirmed) - 1) + ["graphs"]
+    path = profile_path(profile_key(*pair, "float32", "cpu", "auto"))
+    settings = dict.fromkeys(("top_k", "budget", "candidates"), 4) | {"method": "pctree", "frontier": "capped"}
+    Profile({}, settings, found.economy, compile="off").save(path)
+    modes = []
+    monkeypatch.setattr("pctree.decoder.recorder", modes.append)
+    for compile in ("auto", "off"):
+        SpeculativeDecoder.from_pretrained(*pair, dtype="float32", device="cpu", compile=compile)
+    assert modes == ["off", "off"]
 
 
 def test_a_profile_survives_its_file(tmp_path):

@@ -95,10 +95,13 @@ class Drafter(DSparkDrafter):
 
     def draft_block(self, cache: KVCache, anchors: Tensor) -> tuple[Tensor, Tensor]:
         hidden, logits = super().draft_block(cache, anchors)
-        for request, length in enumerate(cache.lengths.tolist()):  # the anchor stands at this position
-            for slot, token in enumerate(self.future[length + 1 : length + 1 + self.block_size]):
-                logits[request, slot, token] += self.boost
-        return hidden, logits
+        if not self.future:
+            return hidden, logits
+        # The anchor stands at the committed length. Nothing here asks the host, so that it can be recorded.
+        places = cache.window(self.block_size).lengths[:, None] + 1 + torch.arange(self.block_size, device=logits.device)
+        tokens = torch.as_tensor(self.future, device=logits.device)[places.clamp_max(len(self.future) - 1)]
+        boost = self.boost * (places < len(self.future)).to(logits.dtype)
+        return hidden, logits.scatter_add(2, tokens[..., None], boost[..., None])
 
 
 def drafter(model: PreTrainedModel, head: str | None = "vanilla", *, seed: int = 0, own: bool = False, **options) -> Drafter:

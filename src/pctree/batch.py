@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pctree.drafters import AnyDrafter
 from pctree.errors import UsageError
+from pctree.graphs import Graphs, Record, row_bucket
 from pctree.request import Request
 from pctree.scorers import Reshape
 from pctree.selection import argmax
@@ -27,10 +28,23 @@ class Batch:
         rows: most requests at once.
         length: most tokens of a request, prompt and output.
         room: rows that a verify forward needs behind them, the tree's budget.
+        record: how rounds are recorded, if they are; see :mod:`pctree.graphs`.
     """
 
-    def __init__(self, target: TargetModel, drafter: AnyDrafter | None, *, rows: int, length: int, room: int):
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: AnyDrafter | None,
+        *,
+        rows: int,
+        length: int,
+        room: int,
+        record: Record | None = None,
+    ):
         self.rows, self.length = rows, length
+        self.graphs = None if record is None else Graphs(record)
+        if record is not None:
+            room = row_bucket(room)
         self._cache = target.new_cache(rows, length + room)
         self._context = drafter.new_cache(rows, length + room, room) if drafter is not None else None
         self._anchors = torch.zeros(rows, dtype=torch.long, device=target.device)

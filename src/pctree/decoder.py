@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pctree.acceptance import walk
@@ -17,6 +18,7 @@ from pctree.conversation import Conversation
 from pctree.drafters import AnyDrafter
 from pctree.economy import Economy
 from pctree.errors import UsageError
+from pctree.graphs import Record, recorder, row_bucket, span_bucket
 from pctree.loading import load_pair
 from pctree.methods import Block, DraftSettings
 from pctree.params import SamplingParams
@@ -25,7 +27,7 @@ from pctree.prompts import Prompt, encode_prompt
 from pctree.request import Request
 from pctree.results import Generation, Round
 from pctree.stats import STAGES, StageClock
-from pctree.targets import TargetModel
+from pctree.targets import KVCache, TargetModel
 from pctree.tree import DraftTree
 
 
@@ -38,6 +40,7 @@ class SpeculativeDecoder:
         tokenizer: may be None when prompts are token ids.
         settings: method, top_k, budget, frontier.
         economy: what rounds cost here, for ``budget="auto"``; ``pctree tune`` measures it.
+        record: records rounds and replays them, see :mod:`pctree.graphs`; None computes every round anew.
     """
 
     def __init__(
@@ -47,8 +50,10 @@ class SpeculativeDecoder:
         tokenizer: Any = None,
         settings: DraftSettings | None = None,
         economy: Economy | None = None,
+        record: Record | None = None,
     ):
-        self.settings, self.economy = settings or DraftSettings(), economy
+        self.settings, self.economy, self.record = settings or DraftSettings(), economy, record
+        self._kept: Batch | None = None  # the last one, with its recordings
         self.settings.validate(drafter)
         if self.settings.budget == "auto" and economy is None:
             raise UsageError("budget is auto, which needs to know what rounds cost here; run `pctree tune`, or give a number")
@@ -84,11 +89,12 @@ class SpeculativeDecoder:
         """Load a target and a drafter from folders, hub names, or ``smollm2``, the pair that comes with pctree.
 
         ``dtype="auto"`` is bfloat16; ``device="auto"`` is CUDA where there is one;
-        ``compile="auto"`` prepares the weights for speed, which changes no result (``"off"`` does not).
+        ``compile="auto"`` prepares the weights for speed, which changes no result (``"off"`` does not), and ``"graphs"`` on
+        CUDA also records rounds as graphs.
 
-        Of method, top_k, budget, frontier and candidates, what is None comes from the profile that ``pctree tune`` wrote for
-        this pair and machine (``profile="auto"``; or from a file, or with ``"off"`` from none), and without one is
-        :class:`DraftSettings`'s default: pctree with 4 children a parent and 32 nodes.
+        Of method, top_k, budget, frontier and candidates, what is None (and of ``compile``, what is auto) comes from the
+        profile that ``pctree tune`` wrote for this pair and machine (``profile="auto"``; or from a file, or with ``"off"``
+        from none), and without one is :class:`DraftSettings`'s default: pctree with 4 children a parent and 32 nodes.
 
         Raises:
             UsageError: a setting is out of range. CheckpointError: files are missing, damaged, or do not fit each other.
@@ -96,13 +102,16 @@ class SpeculativeDecoder:
         chosen = {"method": method, "top_k": top_k, "budget": budget, "frontier": frontier, "candidates": candidates}
         found = find_profile(profile, target, drafter, dtype, device, compile)
         settings = DraftSettings(**settings_from(found, chosen), confidence_threshold=confidence_threshold)
+        if found is not None and compile == "auto":
+            compile = found.compile
         pair = load_pair(target, drafter, settings, dtype=dtype, device=device, compile=compile)
-        return cls(*pair, settings, None if found is None else found.economy)
+        return cls(*pair, settings, None if found is None else found.economy, recorder(compile))
 
     def with_settings(self, *, economy: Economy | None = None, **changes: Any) -> SpeculativeDecoder:
         """The same models, read in another way: ``decoder.with_settings(method="ar")``."""
         settings = replace(self.settings, **changes)
-        return SpeculativeDecoder(self._tapped_target, self.drafter, self.tokenizer, settings, economy or self.economy)
+        models = (self._tapped_target, self.drafter, self.tokenizer)
+        return SpeculativeDecoder(*models, settings, economy or self.economy, self.record)
 
     # --- for callers ------------------------------------------------------------------------------------------------
 
@@ -191,7 +200,21 @@ class SpeculativeDecoder:
 
     def new_batch(self, rows: int, length: int) -> Batch:
         """Caches for ``rows`` requests of at most ``length`` tokens."""
-        return Batch(self.target, self._speculating_drafter, rows=rows, length=length, room=self.settings.most_nodes)
+        room, drafter = self.settings.most_nodes, self._speculating_drafter
+        return Batch(self.target, drafter, rows=rows, length=length, room=room, record=self.record)
+
+    def _own_batch(self, rows: int, needed: int, max_length: int | None) -> Batch:
+        """A batch for :meth:`decode`. Recordings are bound to the caches of one, so with them the last one serves again."""
+        if max_length is not None and needed > max_length:
+            raise UsageError(
+                f"a request needs {needed} tokens, prompt and output, but max_length is {max_length}; "
+                "shorten it or raise max_length"
+            )
+        length = max_length or (needed if self.record is None else span_bucket(needed, self.target.max_length))
+        kept, self._kept = self._kept, None
+        if kept is not None and kept.rows == rows and needed <= kept.length <= (max_length or kept.length):
+            return kept
+        return self.new_batch(rows, length)
 
     @torch.inference_mode()
     def decode(
@@ -207,15 +230,19 @@ class SpeculativeDecoder:
         Requests that find no place wait until another one ends. A ``batch`` of the caller's keeps what it holds, so that a
         prompt that begins like the last one there is not read again.
         """
-        reuse = batch is not None
-        if batch is None:
-            longest = max(len(request.prompt_ids) + request.limit for request in requests)
-            if max_length is not None and longest > max_length:
-                raise UsageError(
-                    f"a request needs {longest} tokens, prompt and output, but max_length is {max_length}; "
-                    "shorten it or raise max_length"
-                )
-            batch = self.new_batch(min(max_batch_size, len(requests)), max_length or longest)
+        if batch is not None:
+            yield from self._decode(requests, batch, reuse=True)
+            return
+        longest = max(len(request.prompt_ids) + request.limit for request in requests)
+        own = self._own_batch(min(max_batch_size, len(requests)), longest, max_length)
+        try:
+            yield from self._decode(requests, own, reuse=False)
+        finally:
+            if self.record is not None:
+                own.abandon()
+                self._kept = own
+
+    def _decode(self, requests: Sequence[Request], batch: Batch, *, reuse: bool) -> Iterator[tuple[Request, Round]]:
         waiting, clock, began = deque(requests), StageClock(self.target.device), time.perf_counter()
         stages_before: dict[int, dict[str, float]] = {}
         while waiting or batch.running:
@@ -231,9 +258,11 @@ class SpeculativeDecoder:
                 # What the caller does between rounds is not ours to count.
                 round_began = time.perf_counter()
                 running, rounds = list(batch.running), self._round(batch, clock)
-                seconds = time.perf_counter() - round_began
+                recording = 0.0 if batch.graphs is None else batch.graphs.take_seconds()
+                seconds = time.perf_counter() - round_began - recording
                 for request in running:
                     request.stats.seconds += seconds
+                    request.stats.recording_ms += 1e3 * recording
                 for request in batch.retire_finished():
                     spent, before = clock.total_ms(), stages_before.pop(id(request))
                     request.stats.total_stage_ms = {stage: spent[stage] - before[stage] for stage in STAGES}
@@ -254,18 +283,9 @@ class SpeculativeDecoder:
 
     def _round(self, batch: Batch, clock: StageClock) -> list[Round]:
         """Draft a block, grow a tree, verify it in one forward, commit the accepted path; for all running requests."""
-        target, drafter, cache, context, anchors = self.target, self.drafter, batch.cache, batch.context, batch.anchors
-        if context is None or drafter is None:
-            tree = root_only(anchors)
-            mask = torch.ones(len(anchors), 1, 1, dtype=torch.bool, device=target.device)
-        else:
-            with clock("draft"):
-                block = Block(drafter, context, anchors, *drafter.draft_block(context, anchors))
-            with clock("tree"):
-                tree = self.settings.grow(block, batch.reshape(), self.economy)
-                mask = tree.ancestor_mask(drafter.config.draft_length)
+        tree, mask = self._draft(batch, clock)
         with clock("verify"):
-            logits, features = target.verify(cache, tree.token_ids, tree.depths, mask)
+            logits, features = self._verify(batch, tree, mask)
             path, lengths, bonus = walk(tree, mask, batch.choose(tree, mask, logits))
             tokens = tree.token_ids.gather(1, path)
             # The one wait of a round: which paths were accepted.
@@ -279,15 +299,67 @@ class SpeculativeDecoder:
             counts.append(len(committed))
         with clock("commit"):
             # All committed tokens but the last have their rows in the cache; the last is the next anchor.
-            kept = path[:, : max(counts)]
-            target.commit(cache, kept, torch.tensor(counts))
+            kept = path[:, : max(counts) if batch.graphs is None else self._longest_path]
+            self.target.commit(batch.cache, kept, torch.tensor(counts))
             batch.anchors.copy_(bonus)
-        if context is not None and drafter is not None:
+        if batch.context is not None:
             with clock("draft"):
                 committed_features = features.gather(1, kept[..., None].expand(-1, -1, features.shape[-1]))
                 following = torch.cat([tokens[:, 1:], bonus[:, None]], dim=1).scatter(1, lengths[:, None] - 1, bonus[:, None])
-                drafter.extend(context, committed_features, following[:, : kept.shape[1]], torch.tensor(counts))
+                self._extend(batch, batch.context, committed_features, following[:, : kept.shape[1]], torch.tensor(counts))
         return rounds
+
+    def _draft(self, batch: Batch, clock: StageClock) -> tuple[DraftTree, Tensor]:
+        """A tree for every running request, and its ancestor mask."""
+        drafter, context, anchors, reshape = self._speculating_drafter, batch.context, batch.anchors, batch.reshape()
+        if context is None or drafter is None:
+            return root_only(anchors), torch.ones(len(anchors), 1, 1, dtype=torch.bool, device=anchors.device)
+        # What reshapes the logits is asked anew for every round, and EAGLE-3 drafts layer by layer: neither is recorded.
+        if batch.graphs is not None and reshape is None and not drafter.config.autoregressive:
+            with clock("draft"):
+                tree, mask = batch.graphs(context, drafter.config.block_size, self._grow, anchors)
+                tree = tree.clone()  # callers keep it
+        else:
+            with clock("draft"):
+                block = Block(drafter, context, anchors, *drafter.draft_block(context, anchors))
+            with clock("tree"):
+                tree = self.settings.grow(block, reshape)
+                mask = tree.ancestor_mask(drafter.config.draft_length)
+        with clock("tree"):
+            tree = self.settings.trim(tree, self.economy)
+            return tree, mask[:, : tree.nodes, : tree.nodes]
+
+    def _grow(self, context: KVCache, anchors: Tensor) -> tuple[DraftTree, Tensor]:
+        """The draft forward, the tree and its mask, in one piece that can be recorded."""
+        assert self.drafter is not None
+        block = Block(self.drafter, context, anchors, *self.drafter.draft_block(context, anchors))
+        tree = self.settings.grow(block)
+        return tree, tree.ancestor_mask(self.drafter.config.draft_length)
+
+    def _extend(self, batch: Batch, context: KVCache, features: Tensor, next_ids: Tensor, counts: Tensor) -> None:
+        """Commit the features of a round's tokens to the drafter's context."""
+        assert self.drafter is not None
+        if batch.graphs is None or self.drafter.config.autoregressive:
+            self.drafter.extend(context, features, next_ids, counts)
+        else:
+            batch.graphs(context, features.shape[1], self.drafter.extend, features, next_ids)
+            context.advance(counts)
+
+    @property
+    def _longest_path(self) -> int:
+        """Nodes of the longest path that a round can accept, root included."""
+        drafter = self._speculating_drafter
+        return 1 if drafter is None else drafter.config.draft_length + 1
+
+    def _verify(self, batch: Batch, tree: DraftTree, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits and context features after every node."""
+        if batch.graphs is None:
+            return self.target.verify(batch.cache, tree.token_ids, tree.depths, mask)
+        rows = row_bucket(tree.nodes)
+        more = (0, rows - tree.nodes)  # rows that nobody sees
+        token_ids, depths, mask = F.pad(tree.token_ids, more), F.pad(tree.depths, more), F.pad(mask, more + more)
+        logits, features = batch.graphs(batch.cache, rows, self.target.verify, token_ids, depths, mask)
+        return logits[:, : tree.nodes], features[:, : tree.nodes]
 
 
 def is_batch(prompt: Any) -> bool:

@@ -19,7 +19,7 @@ from pctree.targets.fused import fuse
 
 DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
           "float32": torch.float32, "fp32": torch.float32, "float16": torch.float16, "fp16": torch.float16}  # fmt: skip
-COMPILE_MODES = ("auto", "off")
+COMPILE_MODES = ("auto", "off", "graphs")
 
 
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -31,10 +31,14 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def check_compile(mode: str) -> str:
-    """How models are prepared for speed: ``auto`` packs weights where that gains something, ``off`` leaves them."""
+def check_compile(mode: str, device: torch.device | None = None) -> str:
+    """How models are prepared for speed: ``auto`` packs weights where that gains something, ``off`` leaves them, and ``graphs``
+    also records rounds as CUDA graphs.
+    """
     if mode not in COMPILE_MODES:
         raise UsageError(f"compile is {mode!r}; it is one of {', '.join(COMPILE_MODES)}")
+    if mode == "graphs" and device is not None and device.type != "cuda":
+        raise UsageError(f"compile is graphs, which records CUDA graphs, but the device is {device.type}; use auto")
     return mode
 
 
@@ -129,7 +133,7 @@ def check_tokenizers(drafter_tokenizer: Any, target_tokenizer: Any, drafter_name
 def load_draft(drafter: str, dtype: torch.dtype, device: torch.device, compile: str = "auto") -> AnyDrafter:
     """A drafter by name, not yet bound to a target."""
     loaded = load_drafter(local_folder(drafter, "drafter"), dtype=dtype, device=device)
-    if check_compile(compile) == "auto":
+    if check_compile(compile, device) != "off":
         pack_linears(loaded, keep_weights=["markov_w2"])
     return loaded
 
@@ -138,7 +142,7 @@ def load_target(target: str, dtype: torch.dtype, device: torch.device, compile: 
     """A target model by name, and its tokenizer (None where it has none)."""
     folder = local_folder(target, "target")
     model = load_model(folder, dtype, device)
-    if check_compile(compile) == "auto":
+    if check_compile(compile, device) != "off":
         fuse(model)
     return model, load_tokenizer(folder)
 
@@ -169,6 +173,7 @@ def load_pair(
     if settings.method not in METHODS:
         settings.validate(None)
     torch_dtype, torch_device = resolve_dtype(dtype), resolve_device(device)
+    check_compile(compile, torch_device)
     draft: AnyDrafter | None = None
     if drafter is not None and settings.method != "ar":
         draft = load_draft(drafter, torch_dtype, torch_device, compile)

@@ -151,9 +151,9 @@ class DraftSettings:
     def reads_confidence(self) -> bool:
         return self.confidence_threshold > 0 or self.record_confidence
 
-    def grow(self, block: Block, reshape: Reshape | None = None, economy: Economy | None = None) -> DraftTree:
-        """The tree that one draft forward gives under these settings; ``reshape`` reshapes the drafter's logits, and
-        ``economy`` says what an automatic budget buys.
+    def grow(self, block: Block, reshape: Reshape | None = None) -> DraftTree:
+        """The tree that one draft forward gives under these settings, with the most nodes that they allow; ``reshape``
+        reshapes the drafter's logits.
         """
         method, vocab_size = METHODS[self.method], block.drafter.config.backbone.vocab_size
         assert method.scorer is not None
@@ -166,8 +166,15 @@ class DraftSettings:
         )
         if self.reads_confidence:
             tree.confidence = confidence(block, tree)
-            if self.confidence_threshold:
-                tree = tree.cut((tree.confidence >= self.confidence_threshold).cumprod(1).bool())
+        return tree
+
+    def trim(self, tree: DraftTree, economy: Economy | None = None) -> DraftTree:
+        """What of a grown tree is verified: all, unless a confidence threshold cuts it, or an automatic budget, for which
+        ``economy`` says what it buys. These wait for the host, to know how many nodes stay.
+        """
+        if self.confidence_threshold:
+            assert tree.confidence is not None
+            tree = tree.cut((tree.confidence >= self.confidence_threshold).cumprod(1).bool())
         return tree if economy is None or self.budget != "auto" else economy.trim(tree)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from pctree.economy import Economy
 from pctree.errors import UsageError
-from pctree.loading import resolve_device, resolve_dtype
+from pctree.loading import check_compile, resolve_device, resolve_dtype
 from pctree.smollm2 import cache_folder
 
 SETTINGS = ("method", "top_k", "budget", "frontier", "candidates")
@@ -31,12 +31,14 @@ class Profile:
         settings: method, top_k, budget, frontier and candidates.
         economy: costs and calibration, for ``budget="auto"``.
         measured: tokens a second by settings, and other figures, for the reader.
+        compile: the mode of ``--compile`` that was the fastest.
     """
 
     key: dict[str, Any]
     settings: dict[str, Any]
     economy: Economy
     measured: dict[str, Any] = field(default_factory=dict)
+    compile: str = "auto"
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +55,7 @@ class Profile:
             points = [(float(x), float(y)) for x, y in raw["economy"]["calibration"]]
             economy = Economy(costs, float(raw["economy"]["round_ms"]), points)
             settings = {name: raw["settings"][name] for name in SETTINGS}
-            return cls(dict(raw["key"]), settings, economy, dict(raw["measured"]))
+            return cls(dict(raw["key"]), settings, economy, dict(raw["measured"]), check_compile(raw.get("compile", "auto")))
         except OSError as error:
             raise UsageError(f"profile {path} cannot be read ({error.strerror}); make one with `pctree tune`") from None
         except (ValueError, KeyError, TypeError, AttributeError):

@@ -58,6 +58,7 @@ class Statistics:
     new_tokens: int = 0
     time_to_first_token_ms: float = 0.0
     seconds: float = 0.0  # spent in rounds, so after the first token
+    recording_ms: float = 0.0  # spent on recording graphs, which happens once and is not in ``seconds``
     total_stage_ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
 
     @property
@@ -92,5 +93,6 @@ class Statistics:
             "tree_nodes": round(self.tree_nodes, 2),
             "tokens_per_second": round(self.tokens_per_second, 2),
             "time_to_first_token_ms": round(self.time_to_first_token_ms, 2),
+            "recording_ms": round(self.recording_ms, 2),
             "stage_ms": {stage: round(ms, 3) for stage, ms in self.stage_ms.items()},
         }

@@ -49,6 +49,9 @@ class DraftTree:
         shorter = self._map(lambda tensor: tensor[:, :width])
         return replace(shorter, log_probs=shorter.log_probs.masked_fill(~alive[:, :width], -torch.inf))
 
+    def clone(self) -> DraftTree:
+        return self._map(Tensor.clone)
+
     @property
     def sizes(self) -> Tensor:
         """How many nodes each request really has [R]."""

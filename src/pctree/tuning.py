@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from statistics import fmean, median
@@ -32,6 +32,7 @@ class Confirmed:
     settings: DraftSettings
     tokens_per_second: float
     acceptance_length: float
+    compile: str | None = None  # the mode of ``--compile``, where it is not that of the decoder that was tuned
 
 
 @dataclass
@@ -126,8 +127,7 @@ def with_budget(settings: DraftSettings, budget: int | str) -> DraftSettings:
 
 
 def confirm(
-    decoder: SpeculativeDecoder,
-    candidates: Sequence[tuple[DraftSettings, Economy | None]],
+    readers: Sequence[SpeculativeDecoder],
     prompts: Sequence[Any],
     tokens: int,
     progress: Callable[[], None],
@@ -135,7 +135,6 @@ def confirm(
     """Decode with each in turn, prompt by prompt, in an order that rotates. Tokens a second are the median ratio to the first
     over the prompts, times the first's own median.
     """
-    readers = [decoder.with_settings(economy=economy, **asdict(settings)) for settings, economy in candidates]
     for reader in readers:
         reader.generate(prompts[0], max_new_tokens=min(tokens, 8))
     rates: list[list[float]] = [[] for _ in readers]
@@ -148,9 +147,9 @@ def confirm(
             lengths[place].append(stats.acceptance_length)
             progress()
     found = []
-    for (settings, _), mine, tau in zip(candidates, rates, lengths, strict=True):
+    for reader, mine, tau in zip(readers, rates, lengths, strict=True):
         ratio = median(rate / base for rate, base in zip(mine, rates[0], strict=True) if base)
-        found.append(Confirmed(settings, median(rates[0]) * ratio, fmean(tau)))
+        found.append(Confirmed(reader.settings, median(rates[0]) * ratio, fmean(tau)))
     return found
 
 
@@ -169,12 +168,14 @@ def tune(
     prompts: Sequence[Any],
     *,
     max_new_tokens: int = 48,
+    others: Mapping[str, SpeculativeDecoder] | None = None,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Tuned:
     """The fastest settings for a pair on this machine.
 
     Args:
         prompts: a sample of what will be decoded.
+        others: the same pair prepared in other ways, by mode of ``--compile``; each is tried with the best settings.
         progress: told the stage, and how much of it is done.
     """
     verify_ms = verify_costs(decoder)
@@ -190,8 +191,11 @@ def tune(
     reading = next(r for r in readings if with_budget(r.settings, 1) == with_budget(trees[0][1], 1))
     economy = Economy(verify_ms, reading.overhead_ms, calibrate(reading.seen))
     chain = with_budget(settings[0], len(readings[0].committed))
-    tried: list[tuple[DraftSettings, Economy | None]] = [(DraftSettings("ar"), None), (chain, None)]
-    tried += [(each, None) for _, each in trees[:CONFIRMED]] + [(with_budget(trees[0][1], "auto"), economy)]
+    first = trees[0][1]
+    tried = [decoder.with_settings(**asdict(each)) for each in (DraftSettings("ar"), chain, *(s for _, s in trees[:CONFIRMED]))]
+    tried.append(decoder.with_settings(economy=economy, **asdict(with_budget(first, "auto"))))
+    modes = list(others or {})
+    tried += [(others or {})[mode].with_settings(**asdict(first)) for mode in modes]
     total, done = len(tried) * len(prompts), 0
 
     def step() -> None:
@@ -199,6 +203,8 @@ def tune(
         done += 1
         progress("confirming", done, total)
 
-    confirmed = confirm(decoder, tried, prompts, max_new_tokens, step)
+    confirmed = confirm(tried, prompts, max_new_tokens, step)
+    for mode, other in zip(modes, confirmed[len(confirmed) - len(modes) :], strict=True):
+        other.compile = mode
     best = max(confirmed[1:], key=lambda each: each.tokens_per_second)
     return Tuned(best, economy, confirmed, predicted)

@@ -27,6 +27,7 @@ from pctree.decoder import SpeculativeDecoder
 from pctree.drafters import AnyDrafter
 from pctree.economy import Economy
 from pctree.errors import PCTreeError, UsageError
+from pctree.graphs import recorder
 from pctree.loading import bind, load_draft, load_target, resolve_device, resolve_dtype
 from pctree.methods import DraftSettings
 from pctree.params import SamplingParams
@@ -89,11 +90,13 @@ def load_decoders(
 
     model, tokenizer = load_target(config.target, dtype, device, config.compile)
     tapped = {name: bind(draft, str(config.drafters[name]), model, tokenizer, config.target) for name, draft in drafts.items()}
-    plain = TargetModel(model)
+    plain, record = TargetModel(model), recorder(config.compile)
     decoders = {
-        cell: SpeculativeDecoder(plain, None, tokenizer, settings(cell))
+        cell: SpeculativeDecoder(plain, None, tokenizer, settings(cell), record=record)
         if cell.drafter is None
-        else SpeculativeDecoder(tapped[cell.drafter], drafts[cell.drafter], tokenizer, settings(cell), economy(config, cell))
+        else SpeculativeDecoder(
+            tapped[cell.drafter], drafts[cell.drafter], tokenizer, settings(cell), economy(config, cell), record
+        )
         for cell in complete
     }
     return decoders, drafts

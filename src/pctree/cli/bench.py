@@ -49,7 +49,7 @@ def command(
     repeats: int = typer.Option(None, help="How often everything is decoded. (default: 1)"),
     seed: int = typer.Option(None, help="Chooses the prompts, and the samples. (default: 980406, DeepSpec's)"),
     dtype: str = typer.Option(None, help="bfloat16, float16 or float32. (default: bfloat16)"),
-    compile: str = typer.Option(None, help="auto or off: whether weights are arranged for speed. (default: auto)"),
+    compile: str = typer.Option(None, help="auto, off or graphs: how models are prepared for speed. (default: auto)"),
     profile: str = typer.Option(None, help="Where --budget auto looks up costs: auto, or a file of tune's. (default: auto)"),
     device: str = typer.Option(None, help="auto (CUDA where there is one), cpu, cuda or cuda:N. (default: auto)"),
     output: Path = typer.Option(Path("runs/bench"), "--output", "-o", help="Folder of the records, to write or to go on with."),

@@ -36,7 +36,11 @@ CANDIDATES = typer.Option(
 PROFILE = typer.Option("auto", help="auto: what `pctree tune` found for this pair and machine, if it ran; off; or a file.")
 DTYPE = typer.Option("auto", help="auto (bfloat16), bfloat16, float16 or float32. Only float32 is exact to the last bit.")
 DEVICE = typer.Option("auto", help="auto (CUDA where there is one), cpu, cuda or cuda:N.")
-COMPILE = typer.Option("auto", help="auto: weights are arranged for speed when they are loaded; off: left as they are.")
+COMPILE = typer.Option(
+    "auto",
+    help="auto: weights are arranged for speed when they are loaded; off: left as they are; graphs: rounds are also recorded "
+    "as CUDA graphs (on a GPU, where starting kernels takes longer than running them).",
+)
 
 
 def progress_bar() -> Progress:

@@ -188,4 +188,5 @@ def summary(result: Generation) -> str:
         f"{stats.tokens_per_second:.1f} tokens/s after a first token at {stats.time_to_first_token_ms:.0f} ms "
         f"({result.prompt_tokens} prompt tokens)\n"
         f"milliseconds a round: {stages}"
+        + (f"\nrecording graphs took {stats.recording_ms:.0f} ms, once" if stats.recording_ms else "")
     )

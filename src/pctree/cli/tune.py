@@ -13,8 +13,12 @@ from rich.table import Table
 from pctree.cli.common import COMPILE, DEVICE, DRAFTER, DTYPE, TARGET, err, out, progress_bar
 
 if TYPE_CHECKING:
+    from pctree import SpeculativeDecoder
     from pctree.methods import DraftSettings
     from pctree.tuning import Tuned
+
+
+SECOND_COPY = 2_000_000_000  # weights of all layers, about
 
 
 def command(
@@ -43,6 +47,7 @@ def command(
     decoder = SpeculativeDecoder.from_pretrained(
         target, drafter, dtype=dtype, device=device, compile=compile, profile="off", **any_method(drafter)
     )
+    others = other_modes(decoder, target, drafter, dtype) if compile == "auto" else {}
     with progress_bar() as bar:
         tasks: dict[str, Any] = {}
 
@@ -51,7 +56,7 @@ def command(
                 tasks[stage] = bar.add_task(stage, total=total, note="")
             bar.update(tasks[stage], completed=done)
 
-        found = tune(decoder, texts, max_new_tokens=max_new_tokens, progress=progress)
+        found = tune(decoder, texts, max_new_tokens=max_new_tokens, others=others, progress=progress)
     key = profile_key(target, drafter, dtype, device, compile)
     chosen = {name: getattr(found.best.settings, name) for name in SETTINGS}
     measured = {
@@ -60,7 +65,7 @@ def command(
         "confirmed": [asdict(each) for each in found.confirmed],
         "predicted": [{"tokens_per_second": rate, **asdict(each)} for rate, each in found.predicted[:10]],
     }
-    profile = Profile(key, chosen, found.economy, measured)
+    profile = Profile(key, chosen, found.economy, measured, found.best.compile or compile)
     path = output or profile_path(key)
     profile.save(path)
     if as_json:
@@ -80,10 +85,31 @@ def any_method(drafter: str) -> dict[str, Any]:
     return {"method": read_config(local_folder(drafter, "drafter")).method}
 
 
-def label(settings: DraftSettings) -> str:
+def other_modes(decoder: SpeculativeDecoder, target: str, drafter: str, dtype: str) -> dict[str, SpeculativeDecoder]:
+    """The pair as the other modes of ``--compile`` prepare it: on a GPU the same models with recordings; on a CPU the
+    models once more, as they are stored, unless they are so large that a second copy might not fit.
+    """
+    from pctree import SpeculativeDecoder
+    from pctree.graphs import cuda_graph
+
+    if decoder.target.device.type == "cuda":
+        models = (decoder.target, decoder.drafter, decoder.tokenizer, decoder.settings)
+        return {"graphs": SpeculativeDecoder(*models, record=cuda_graph)}
+    if 12 * len(decoder.target.layers) * decoder.target.hidden_size**2 > SECOND_COPY:
+        return {}
+    method = decoder.settings.method
+    plain = SpeculativeDecoder.from_pretrained(
+        target, drafter, method=method, compile="off", profile="off", dtype=dtype, device="cpu"
+    )
+    return {"off": plain}
+
+
+def label(settings: DraftSettings, compile: str | None = None) -> str:
     """Settings in a few words."""
     from pctree.methods import METHODS
 
+    if compile is not None:
+        return f"{label(settings)}, compile {compile}"
     if settings.method == "ar" or METHODS[settings.method].chain:
         return settings.method
     shape = "exact frontier" if settings.frontier == "exact" else f"k={settings.top_k}"
@@ -98,7 +124,7 @@ def table(found: Tuned) -> Table:
     plain = found.confirmed[0].tokens_per_second
     for each in found.confirmed:
         row = (f"{each.acceptance_length:.2f}", f"{each.tokens_per_second:.1f}", f"{each.tokens_per_second / plain:.2f}×")
-        made.add_row(label(each.settings), *row, style="bold" if each is found.best else None)
+        made.add_row(label(each.settings, each.compile), *row, style="bold" if each is found.best else None)
     return made
 
 
@@ -109,9 +135,9 @@ def reasons(found: Tuned) -> list[str]:
     few, many = min(costs), max(costs)
     over_plain = best.tokens_per_second / plain.tokens_per_second
     over_chain = best.tokens_per_second / chain.tokens_per_second
+    speed = f"{best.tokens_per_second:.1f} tokens/s, {over_plain:.2f} times plain decoding and {over_chain:.2f} times the chain"
     return [
-        f"Chosen: {label(best.settings)}: {best.tokens_per_second:.1f} tokens/s, {over_plain:.2f} times plain decoding and "
-        f"{over_chain:.2f} times the chain.",
+        f"Chosen: {label(best.settings, best.compile)}: {speed}.",
         f"Why: it commits {best.acceptance_length:.2f} tokens a round (the chain {chain.acceptance_length:.2f}), and here a "
         f"verify forward takes {costs[few]:.1f} ms for {few} row and {costs[many]:.1f} ms for {many}.",
     ]

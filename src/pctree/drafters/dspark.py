@@ -190,7 +190,7 @@ class DSparkDrafter(Drafting):
         """
         rows = features.shape[1]
         context = self.context(features)
-        slots = cache.slots(rows).to(features.device)
+        slots = cache.window(rows).slots
         rotary = self.rotary(context, slots)
         for layer, block in enumerate(self.layers):
             keys, values = block.self_attn.keys_values(context, rotary)
@@ -201,18 +201,16 @@ class DSparkDrafter(Drafting):
     def draft_block(self, cache: KVCache, anchors: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states [R, D, H] and base logits [R, D, V] of the D tokens drafted behind each request's anchor [R]."""
         assert self.lm_head is not None
-        slots = cache.slots(self.block_size).to(anchors.device)
-        span = int(cache.lengths.max()) + self.block_size
+        window = cache.window(self.block_size)
         mask = None
-        if cache.requests > 1:  # shorter requests must not see the empty rows up to the longest
-            visible = torch.arange(span, device=anchors.device) <= slots[:, -1:]
-            mask = visible[:, None, None]
+        if not window.even:  # the rows behind a request's own block are not its
+            mask = (torch.arange(window.span, device=anchors.device) <= window.slots[:, -1:])[:, None, None]
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            key, value = cache.write(layer, slots, key, value, span)
+            key, value = cache.write(layer, window.slots, key, value, window.span)
             return attention(query, key, value, mask)
 
-        hidden = self.backbone(self.block_ids(anchors), slots, attend)
+        hidden = self.backbone(self.block_ids(anchors), window.slots, attend)
         if self.config.mask_filling:
             hidden = hidden[:, 1:]
         return hidden, self.lm_head(hidden)

@@ -78,7 +78,7 @@ class Eagle3Drafter(Drafting):
         assert self.embed_tokens is not None
         layer, rows = self.layers[0], features.shape[1]
         hidden = self.fc(features)
-        slots = cache.slots(rows).to(features.device)
+        slots = cache.window(rows).slots
         pair = layer.pair(self.embed_tokens(next_ids), hidden)
         keys, values = layer.self_attn.keys_values(pair, self.rotary(hidden, slots))
         cache.write(0, slots, keys, values, span=0)
@@ -107,12 +107,10 @@ class Eagle3Drafter(Drafting):
         Returns:
             Hidden states [R, P, H], and logits [R, P, V] of their children.
         """
-        lengths = cache.lengths.to(token_ids.device)[:, None]
-        slots = lengths + first_row + torch.arange(token_ids.shape[1], device=token_ids.device)
-        span = int(cache.lengths.max()) + ancestors.shape[2]
-        mask = visible_rows(cache.lengths, ancestors, span)[:, None]
-        positions = (lengths - 1 + depth).expand_as(token_ids)
-        return self._expand(cache, token_ids, hidden, positions, slots, span, mask)
+        window = cache.window(ancestors.shape[2])
+        mask = visible_rows(window, ancestors)[:, None]
+        positions = (window.lengths[:, None] - 1 + depth).expand_as(token_ids)
+        return self._expand(cache, token_ids, hidden, positions, window.slots[:, first_row:], window.span, mask)
 
     def _expand(self, cache, token_ids, hidden, positions, slots, span, mask) -> tuple[Tensor, Tensor]:
         assert self.embed_tokens is not None

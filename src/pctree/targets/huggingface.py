@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from pctree.errors import CheckpointError, UsageError
+from pctree.errors import CheckpointError
 from pctree.targets.fused import FusedLayer
-from pctree.targets.kv_cache import KVCache, visible_rows
+from pctree.targets.kv_cache import KVCache, Window, visible_rows
 
 ATTENTION = "pctree"
 _CHECKED: WeakSet[PreTrainedModel] = WeakSet()
@@ -32,13 +32,12 @@ class TreeAttention:
     """What one forward needs at every layer: the cache, where the new rows go, and who may see whom."""
 
     cache: KVCache
-    slots: Tensor  # [R, n]
-    span: int
+    window: Window
     mask: Tensor  # [R, 1, groups * n, span], additive, in the model's dtype
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
         requests, heads, rows, head_dim = query.shape
-        key, value = self.cache.write(layer, self.slots, key, value, self.span)
+        key, value = self.cache.write(layer, self.window.slots, key, value, self.window.span)
         # Grouped-query attention without copying keys: the heads that share a key head become rows of it.
         grouped = query.reshape(requests, key.shape[1], -1, head_dim)
         out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=self.mask, scale=scaling)
@@ -196,16 +195,11 @@ class TargetModel:
         rows see which. All committed rows are seen by all.
         """
         requests, rows = token_ids.shape
-        lengths = cache.lengths.to(self.device)
-        span = int(cache.lengths.max()) + rows
-        if span > cache.max_length:
-            raise UsageError(f"{span} cache rows are needed but the cache has {cache.max_length}")
-        attention = TreeAttention(
-            cache, cache.slots(rows).to(self.device), span, self._additive_mask(cache.lengths, mask, span)
-        )
+        window = cache.window(rows)
+        attention = TreeAttention(cache, window, self._additive_mask(window, mask))
         # A node past the context can never be committed; at its true position, though, it could rescale a dynamic rotary
         # embedding for all rows.
-        positions = (lengths[:, None] + offsets).clamp_max(self.max_length - 1)
+        positions = (window.lengths[:, None] + offsets).clamp_max(self.max_length - 1)
         if self._fused_layers:
             hidden, taps = self._fused_forward(token_ids, positions, attention)
         else:
@@ -227,8 +221,8 @@ class TargetModel:
                 taps[index] = hidden
         return self.backbone.norm(hidden), taps
 
-    def _additive_mask(self, lengths: Tensor, mask: Tensor, span: int) -> Tensor:
-        visible = visible_rows(lengths, mask, span)
+    def _additive_mask(self, window: Window, mask: Tensor) -> Tensor:
+        visible = visible_rows(window, mask)
         additive = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
         additive.masked_fill_(~visible, torch.finfo(self.dtype).min)
         return additive.repeat(1, self._heads // self._kv_heads, 1)[:, None]

@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+from pctree.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Window:
+    """Where the next n rows of every request go in a cache, and how far attention reads."""
+
+    lengths: Tensor  # [R] committed rows, on the cache's device
+    slots: Tensor  # [R, n] that the new rows are written to
+    span: int  # rows that attention reads
+    even: bool  # all requests have one length, and the span ends with the new rows
 
 
 class KVCache:
@@ -36,9 +50,21 @@ class KVCache:
     def requests(self) -> int:
         return self.keys.shape[1]
 
-    def slots(self, rows: int) -> Tensor:
-        """Slots [R, rows] that the next ``rows`` tokens of every request are written to."""
-        return self.lengths[:, None] + torch.arange(rows)
+    def window(self, rows: int) -> Window:
+        """Where the next ``rows`` tokens of every request go.
+
+        Raises:
+            UsageError: they do not fit.
+        """
+        longest = int(self.lengths.max())
+        if longest + rows > self.max_length:
+            raise UsageError(f"{longest + rows} cache rows are needed but the cache has {self.max_length}")
+        even = bool((self.lengths == longest).all())
+        return Window(*self._places(self.lengths.to(self.keys.device), rows), longest + rows, even)
+
+    @staticmethod
+    def _places(lengths: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        return lengths, lengths[:, None] + torch.arange(rows, device=lengths.device)
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor, span: int) -> tuple[Tensor, Tensor]:
         """Store rows of one layer and return all rows up to ``span``.
@@ -66,10 +92,12 @@ class KVCache:
     def narrow(self, start: int, count: int) -> KVCache:
         """A view of ``count`` requests from ``start`` on; what it commits is committed here."""
         view = object.__new__(type(self))
-        view.keys, view.values = self.keys[:, start : start + count], self.values[:, start : start + count]
-        view.lengths, view.max_length = self.lengths[start : start + count], self.max_length
-        view._flattened = None
+        view._view(self, self.lengths[start : start + count], start, count)
         return view
+
+    def _view(self, cache: KVCache, lengths: Tensor, start: int, count: int) -> None:
+        self.keys, self.values = cache.keys[:, start : start + count], cache.values[:, start : start + count]
+        self.lengths, self.max_length, self._flattened = lengths, cache.max_length, None
 
     def move(self, source: int, target: int) -> None:
         """Let request ``source`` take the place of ``target``."""
@@ -100,18 +128,32 @@ class KVCache:
         self.lengths += counts
 
 
-def visible_rows(lengths: Tensor, mask: Tensor, span: int) -> Tensor:
+class FixedCache(KVCache):
+    """A view of a cache whose lengths lie on the device and whose attention always reads ``span`` rows: what runs on it has
+    fixed shapes and never asks the host, so it can be recorded. Lengths are set from outside, by copying into ``lengths``.
+    """
+
+    def __init__(self, cache: KVCache, lengths: Tensor, span: int):
+        self._view(cache, lengths, 0, cache.requests)
+        self.span = span
+
+    def window(self, rows: int) -> Window:
+        return Window(*self._places(self.lengths, rows), self.span, even=False)
+
+    def advance(self, rows: int | Tensor) -> None:
+        """Nothing: what is committed is counted by the cache itself, on the host."""
+
+
+def visible_rows(window: Window, mask: Tensor) -> Tensor:
     """Which cache rows each new row sees, bool [R, n, span]: all committed ones, and of the M provisional ones behind them
-    those that ``mask`` [R, n, M] says. ``lengths`` [R] is on the host.
+    those that ``mask`` [R, n, M] says. The window is that of the M rows.
     """
     requests, rows, provisional = mask.shape
-    visible = torch.zeros(requests, rows, span, dtype=torch.bool, device=mask.device)
-    if bool((lengths == lengths[0]).all()):
-        visible[:, :, : span - provisional] = True
-        visible[:, :, span - provisional :] = mask
+    visible = torch.zeros(requests, rows, window.span, dtype=torch.bool, device=mask.device)
+    if window.even:
+        visible[:, :, : window.span - provisional] = True
+        visible[:, :, window.span - provisional :] = mask
     else:
-        lengths = lengths.to(mask.device)
-        visible |= (torch.arange(span, device=mask.device) < lengths[:, None])[:, None]
-        columns = (lengths[:, None] + torch.arange(provisional, device=mask.device))[:, None].expand(-1, rows, -1)
-        visible.scatter_(2, columns, mask)
+        visible |= (torch.arange(window.span, device=mask.device) < window.lengths[:, None])[:, None]
+        visible.scatter_(2, window.slots[:, None].expand(-1, rows, -1), mask)
     return visible
