@@ -126,12 +126,13 @@ def test_other_modes_are_tried_and_kept(pair, monkeypatch):
 
 
 def test_a_profile_survives_its_file(tmp_path):
-    economy = Economy({1: 2.0, 8: 3.5}, 1.25, [(-2.0, 0.1), (-0.1, 0.9)])
+    economy = Economy({1: 2.0, 8: 3.5}, 1.25, [(-2.0, 0.1), (-0.1, 0.9)], [1.0, 1.5], 0.4)
     settings = {"method": "pctree", "top_k": 4, "budget": 16, "frontier": "capped", "candidates": 256}
     Profile({"target": "t"}, settings, economy, {"prompts": 2}).save(tmp_path / "p.json")
     loaded = Profile.load(tmp_path / "p.json")
     assert loaded.settings == settings
     assert loaded.economy.cost(4) == pytest.approx(economy.cost(4))
+    assert loaded.economy.floor(1) == economy.floor(1)
     assert torch.equal(loaded.economy.chances(torch.tensor([[-1.0]])), economy.chances(torch.tensor([[-1.0]])))
 
 

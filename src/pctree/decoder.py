@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -323,11 +324,17 @@ class SpeculativeDecoder:
             with clock("draft"):
                 block = Block(drafter, context, anchors, *drafter.draft_block(context, anchors))
             with clock("tree"):
-                tree = self.settings.grow(block, reshape)
-                mask = tree.ancestor_mask(drafter.config.draft_length)
+                tree, mask = self.settings.grow(block, reshape, self._floor(len(anchors))), None
         with clock("tree"):
             tree = self.settings.trim(tree, self.economy)
-            return tree, mask[:, : tree.nodes, : tree.nodes]
+            mask = tree.ancestor_mask(drafter.config.draft_length) if mask is None else mask[:, : tree.nodes, : tree.nodes]
+        return tree, mask
+
+    def _floor(self, requests: int) -> float:
+        """Where an automatic budget stops growing. On a GPU asking after every layer costs more than it saves."""
+        if self.economy is None or self.settings.budget != "auto" or self.target.device.type != "cpu":
+            return -math.inf
+        return self.economy.floor(requests)
 
     def _grow(self, context: KVCache, anchors: Tensor) -> tuple[DraftTree, Tensor]:
         """The draft forward, the tree and its mask, in one piece that can be recorded."""

@@ -1,17 +1,20 @@
 """A budget that follows the text: verify a node when its chance of being accepted pays for its row.
 
 A round commits one token, and one more for every drafted node on the target's path. A node's chance of being there is its path
-probability, corrected by what was seen of this drafter; what a row costs is measured on this machine. Since nodes are sorted by
-probability, the best tree is a prefix, and one pass over the prefixes finds the one with the most expected tokens a second.
+probability, corrected by what was seen of this drafter; what a row costs is measured on this machine, and a millisecond is
+worth the tokens that rounds of the best fixed size commit in it. A tree is grown while its likeliest node is worth another
+layer. Since nodes are sorted by probability, what is then worth verifying is a prefix.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,11 +33,16 @@ class Economy:
         round_ms: milliseconds of all other stages of a round together.
         calibration: pairs of a log path probability and the share of such nodes that were accepted, both rising; straight
             between them, flat beyond. Empty: the drafter is taken at its word.
+        committed: mean tokens of a round with 1, 2, … nodes. Empty: not known, and then every round has the most expected
+            tokens a second that it can have by itself, which is not quite the most over all rounds.
+        layer_ms: milliseconds of growing a tree by a layer; 0: not known, and then all layers are grown.
     """
 
     verify_ms: Mapping[int, float]
     round_ms: float
     calibration: Sequence[tuple[float, float]] = ()
+    committed: Sequence[float] = ()
+    layer_ms: float = 0.0
 
     def cost(self, rows: int) -> float:
         """Milliseconds of a round that verifies so many rows."""
@@ -52,14 +60,19 @@ class Economy:
         return torch.tensor(log_probs), torch.tensor(shares)
 
     def _costs(self, requests: int, nodes: int) -> Tensor:
-        """Of rounds with 1 … ``nodes`` nodes a request; asked for every round, so worked out once."""
-        key = requests, nodes
-        if key not in self._known_costs:
-            self._known_costs[key] = torch.tensor([self.cost(requests * count) for count in range(1, nodes + 1)])
-        return self._known_costs[key]
+        """Of rounds with 1 … ``nodes`` nodes a request."""
+        return self._once(
+            ("costs", requests, nodes), lambda: torch.tensor([self.cost(requests * count) for count in range(1, nodes + 1)])
+        )
+
+    def _once(self, key: Any, work_out: Callable[[], Any]) -> Any:
+        """What every round asks for is worked out for the first one."""
+        if key not in self._known:
+            self._known[key] = work_out()
+        return self._known[key]
 
     @cached_property
-    def _known_costs(self) -> dict[tuple[int, int], Tensor]:
+    def _known(self) -> dict[Any, Any]:
         return {}
 
     def chances(self, log_probs: Tensor) -> Tensor:
@@ -74,13 +87,39 @@ class Economy:
         share = (clamped - x[right - 1]) / (x[right] - x[right - 1])
         return y[right - 1] + share * (y[right] - y[right - 1])
 
+    def rate(self, requests: int) -> float | None:
+        """Tokens a millisecond with the best fixed budget, which is what time is worth; None if it is not known."""
+        counts = range(1, len(self.committed) + 1)
+        rates = (requests * self.committed[count - 1] / self.cost(requests * count) for count in counts)
+        return self._once(("rate", requests), lambda: max(rates, default=None))
+
+    def floor(self, requests: int) -> float:
+        """The path log-probability down to which a node may be worth a further layer of the tree."""
+        return self._once(("floor", requests), lambda: self._floor(requests))
+
+    def _floor(self, requests: int) -> float:
+        # If no request has a node with this chance, all of them together expect less from a layer than its time is worth.
+        worth = (self.rate(requests) or 0.0) * self.layer_ms / requests
+        if not worth:
+            return -math.inf
+        if not self.calibration:
+            return min(0.0, math.log(worth))
+        below = [log_prob for log_prob, share in self.calibration if share < worth]
+        if not below:
+            return -math.inf
+        x, y = zip(*self.calibration, strict=True)
+        at = len(below)
+        if at == len(x):
+            return 0.0
+        return x[at - 1] + (x[at] - x[at - 1]) * (worth - y[at - 1]) / (y[at] - y[at - 1])
+
     def trim(self, tree: DraftTree) -> DraftTree:
-        """The prefix of the tree with the most expected tokens a second; the same number of nodes for all requests."""
+        """The prefix of the tree that is worth its rows; the same number of nodes for all requests."""
         requests, nodes = tree.token_ids.shape
         gains = self.chances(tree.log_probs)
         gains[:, 0] = 1.0  # the bonus token
-        expected = gains.sum(0).cumsum(0)
-        best = (expected / self._costs(requests, nodes).to(expected.device)).argmax()
+        expected, costs, rate = gains.sum(0).cumsum(0), self._costs(requests, nodes).to(gains.device), self.rate(requests)
+        best = (expected / costs if rate is None else expected - rate * costs).argmax()
         return tree.cut((torch.arange(nodes, device=best.device) <= best).expand(requests, -1))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -151,9 +152,9 @@ class DraftSettings:
     def reads_confidence(self) -> bool:
         return self.confidence_threshold > 0 or self.record_confidence
 
-    def grow(self, block: Block, reshape: Reshape | None = None) -> DraftTree:
+    def grow(self, block: Block, reshape: Reshape | None = None, floor: float = -math.inf) -> DraftTree:
         """The tree that one draft forward gives under these settings, with the most nodes that they allow; ``reshape``
-        reshapes the drafter's logits.
+        reshapes the drafter's logits, and ``floor`` ends growth, see :func:`pctree.tree.grow_tree`.
         """
         method, vocab_size = METHODS[self.method], block.drafter.config.backbone.vocab_size
         assert method.scorer is not None
@@ -163,6 +164,7 @@ class DraftSettings:
             top_k=1 if method.chain else self.top_k,
             budget=min(self.most_nodes, block.drafter.config.draft_length + 1) if method.chain else self.most_nodes,
             exact=not method.chain and (method.always_exact or self.frontier == "exact"),
+            floor=floor,
         )
         if self.reads_confidence:
             tree.confidence = confidence(block, tree)

@@ -53,7 +53,9 @@ class Profile:
             raw = json.loads(path.read_text())
             costs = {int(rows): float(ms) for rows, ms in raw["economy"]["verify_ms"].items()}
             points = [(float(x), float(y)) for x, y in raw["economy"]["calibration"]]
-            economy = Economy(costs, float(raw["economy"]["round_ms"]), points)
+            numbers = raw["economy"]
+            committed = [float(tokens) for tokens in numbers["committed"]]
+            economy = Economy(costs, float(numbers["round_ms"]), points, committed, float(numbers["layer_ms"]))
             settings = {name: raw["settings"][name] for name in SETTINGS}
             return cls(dict(raw["key"]), settings, economy, dict(raw["measured"]), check_compile(raw.get("compile", "auto")))
         except OSError as error:

@@ -6,6 +6,7 @@ number of tensor operations on fixed shapes, so nothing waits on the host.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -99,7 +100,15 @@ def best(scores: Tensor, count: int) -> Tensor:
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
-def grow_tree(scorer: Scorer, anchors: Tensor, *, top_k: int = 4, budget: int = 32, exact: bool = False) -> DraftTree:
+def grow_tree(
+    scorer: Scorer,
+    anchors: Tensor,
+    *,
+    top_k: int = 4,
+    budget: int = 32,
+    exact: bool = False,
+    floor: float = -math.inf,
+) -> DraftTree:
     """The best tree of at most ``budget`` nodes, layer by layer (PCTree, section 3; DDTree for ``exact``).
 
     Each layer scores its frontier in one batch, and every parent proposes its likeliest children. The next frontier is the
@@ -111,6 +120,8 @@ def grow_tree(scorer: Scorer, anchors: Tensor, *, top_k: int = 4, budget: int = 
         anchors: token ids [R] of the roots.
         top_k: children per parent and frontier width; ignored if ``exact``.
         budget: most nodes, root included. The tree has fewer where there are fewer candidates.
+        floor: growing ends with the first layer that has no path log-probability above this, which the host waits for; the
+            default waits for nothing and grows all layers.
     """
     width = budget - 1 if exact else top_k
     root = torch.zeros_like(anchors)[:, None]
@@ -135,6 +146,8 @@ def grow_tree(scorer: Scorer, anchors: Tensor, *, top_k: int = 4, budget: int = 
             # Every child starts from the state that its parent's step left.
             states = states.gather(1, (chosen // shape[2])[..., None].expand(-1, -1, states.shape[-1]))
             frontier_places = chosen + known
+            if floor > -math.inf and not bool((frontier_scores > floor).any()):
+                break
         known += shape[1] * shape[2]
     every_score = torch.cat(scores, dim=1)
     kept = best(every_score, budget)

@@ -45,6 +45,7 @@ class Reading:
     settings: DraftSettings
     committed: list[float]
     overhead_ms: float  # a round without its verify forward
+    layer_ms: float = 0.0  # of the tree
     seen: list[tuple[float, bool]] = field(default_factory=list)  # log path probability of a node, and whether it was accepted
 
 
@@ -91,7 +92,8 @@ def read(decoder: SpeculativeDecoder, settings: DraftSettings, prompts: Sequence
     """Decode the sample with these settings."""
     reader = decoder.with_settings(**asdict(settings))
     accepted: Counter[int] = Counter()  # rounds in which the node of this number was on the path
-    overheads, seen, rounds, nodes = [], [], 0, 0
+    overheads, layers, seen, rounds, nodes = [], [], [], 0, 0
+    assert reader.drafter is not None
     for prompt in prompts:
         request = reader.request(prompt, max_new_tokens=tokens)
         for _, done in reader.decode([request]):
@@ -106,8 +108,9 @@ def read(decoder: SpeculativeDecoder, settings: DraftSettings, prompts: Sequence
         stats = request.stats
         if stats.rounds:
             overheads.append(1e3 * stats.seconds / stats.rounds - stats.stage_ms["verify"])
+            layers.append(stats.stage_ms["tree"] / reader.drafter.config.draft_length)
     committed = [total / max(1, rounds) for total in accumulate(accepted[node] for node in range(nodes))]
-    return Reading(settings, committed, median(overheads) if overheads else 0.0, seen)
+    return Reading(settings, committed, median(overheads or [0.0]), median(layers or [0.0]), seen)
 
 
 def predict(reading: Reading, verify_ms: dict[int, float]) -> list[tuple[float, DraftSettings]]:
@@ -189,7 +192,7 @@ def tune(
     trees = [pair for pair in predicted if not METHODS[pair[1].method].chain]
     # The chain comes first among the readings, and every drafter can be read as some tree.
     reading = next(r for r in readings if with_budget(r.settings, 1) == with_budget(trees[0][1], 1))
-    economy = Economy(verify_ms, reading.overhead_ms, calibrate(reading.seen))
+    economy = Economy(verify_ms, reading.overhead_ms, calibrate(reading.seen), reading.committed, reading.layer_ms)
     chain = with_budget(settings[0], len(readings[0].committed))
     first = trees[0][1]
     tried = [decoder.with_settings(**asdict(each)) for each in (DraftSettings("ar"), chain, *(s for _, s in trees[:CONFIRMED]))]
