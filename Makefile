@@ -10,7 +10,7 @@ TORCH_INDEX ?=
 CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt) \
                $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo test lint types unit install bounds clean help
+.PHONY: demo test lint types unit modes install bounds clean help
 
 help:  ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -18,7 +18,7 @@ help:  ## show this list
 demo: $(STAMP)  ## install, fetch the small target, and decode a few prompts four ways
 	$(BIN)/pctree demo
 
-test: lint types unit bounds  ## install, then lint, types, and tests with the highest and the lowest transformers
+test: lint types unit modes bounds  ## install, then lint, types, and tests: in every mode, with the highest and the lowest transformers
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -29,6 +29,15 @@ types: $(STAMP)
 
 unit: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist loadgroup
+
+# The contracts (lossless, batches, sampling, the golden outputs) again, decoding in other ways than the default one.
+CONTRACTS := $(addprefix tests/test_,decoder.py batches.py sampling.py custom_generate.py golden.py eagle3.py)
+
+modes: $(STAMP)
+	PCTREE_TEST_SHARE=0.2 $(BIN)/python -m pytest -n auto --dist loadgroup -m "not slow" --mode graphs $(CONTRACTS)
+	PCTREE_TEST_SHARE=0.2 $(BIN)/python -m pytest -n auto --dist loadgroup -m "not slow" --mode candidates $(CONTRACTS)
+	PCTREE_TEST_SHARE=0.2 $(BIN)/python -m pytest -n auto --dist loadgroup -m "not slow" --mode auto $(CONTRACTS)
+	$(BIN)/python -m pytest -n auto --dist loadgroup -m "not slow" --mode off tests/test_golden.py tests/test_smollm2.py
 
 install: $(STAMP)  ## only make the virtual environment
 

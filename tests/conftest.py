@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,57 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 settings.register_profile("pctree", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("search", settings.get_profile("pctree"), derandomize=False, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "pctree"))
+
+
+MODES = ("default", "off", "graphs", "candidates", "auto")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--mode", choices=MODES, default="default", help="decode like this wherever a test leaves it open")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "tree: about the tree and what it commits, not the text alone")
+    config.addinivalue_line("markers", "memory: counts what is kept")
+
+
+def pytest_collection_modifyitems(config, items):
+    mode = config.getoption("--mode")
+    for item in items:
+        if mode in ("candidates", "auto") and item.get_closest_marker("tree"):
+            item.add_marker(pytest.mark.skip(reason="this mode verifies another tree"))
+        if mode == "graphs" and item.get_closest_marker("memory"):
+            item.add_marker(pytest.mark.skip(reason="recordings are kept"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def mode(request):
+    """Every decoder of the run works in the mode that ``--mode`` names, as far as its settings leave that open."""
+    import replay
+
+    from pctree import SpeculativeDecoder, packing
+    from pctree.economy import Economy
+
+    chosen = request.config.getoption("--mode")
+    build = SpeculativeDecoder.__init__
+    economy = Economy({1: 4.0, 64: 30.0}, 3.0, committed=[1.0, 1.3, 1.5, 1.6], layer_ms=0.3)
+
+    def built(self, *args, **kwargs):
+        build(self, *args, **kwargs)
+        settings, drafter = self.settings, self.drafter
+        if chosen == "graphs" and self.record is None:
+            self.record = replay.record
+        elif chosen == "candidates" and getattr(drafter, "markov_head", None) is not None and not settings.candidates:
+            self.settings = replace(settings, candidates=max(16, settings.top_k))
+        elif chosen == "auto" and settings.method != "ar":
+            self.settings, self.economy = replace(settings, budget="auto"), self.economy or economy
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SpeculativeDecoder, "__init__", built)
+        if chosen == "off":
+            patch.setattr(packing, "can_pack", lambda linear: False)
+            patch.setattr("pctree.targets.fused.can_pack", lambda linear: False)
+        yield chosen
 
 
 def shared(folder: str, file: str) -> Path:

@@ -22,6 +22,14 @@ def tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
+def memory(tensor: Tensor) -> int:
+    """Where a tensor lies; packed weights do not tell, and are nobody's view."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except NotImplementedError:
+        return id(tensor)
+
+
 class _Recorder(TorchDispatchMode):
     def __init__(self):
         super().__init__()
@@ -31,9 +39,9 @@ class _Recorder(TorchDispatchMode):
         if func in HOST_READS:
             raise AssertionError(f"{func} waits on the host; a CUDA graph cannot record it")
         out = func(*args, **(kwargs or {}))
-        given = {tensor.untyped_storage().data_ptr() for tensor in tensors((args, kwargs))}
+        given = {memory(tensor) for tensor in tensors((args, kwargs))}
         # Views and what is written in place lie in memory that is there already.
-        fresh = [tensor if tensor.untyped_storage().data_ptr() not in given else None for tensor in tensors(out)]
+        fresh = [tensor if memory(tensor) not in given else None for tensor in tensors(out)]
         self.calls.append((func, args, kwargs or {}, fresh))
         return out
 

@@ -9,13 +9,13 @@ import pytest
 import tiny
 import torch
 from byte_tokenizer import byte_tokenizer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pctree import DraftSettings, SamplingParams, SpeculativeDecoder, TargetModel, UsageError
 
 
-@settings(max_examples=12)
+@tiny.examples(12)
 @given(
     seed=st.integers(0, 10_000),
     head=st.sampled_from([*tiny.HEADS, None]),
@@ -36,7 +36,8 @@ def test_a_mix_of_requests_equals_one_at_a_time(seed, head, kind, lengths, place
         alone = reader.generate(prompt, param)
         assert result.token_ids == alone.token_ids
         assert result.finish_reason == alone.finish_reason
-        assert result.stats.acceptance_lengths == alone.stats.acceptance_lengths
+        if reader.settings.budget != "auto":  # which looks at all requests together
+            assert result.stats.acceptance_lengths == alone.stats.acceptance_lengths
 
 
 def test_memory_is_what_batch_size_and_length_say(monkeypatch):
@@ -61,7 +62,7 @@ def text_decoder(seed: int = 2) -> SpeculativeDecoder:
     return SpeculativeDecoder(TargetModel(model, (0, 1)), draft, byte_tokenizer(), DraftSettings(budget=16))
 
 
-@settings(max_examples=15)
+@tiny.examples(15)
 @given(seed=st.integers(0, 50), at=st.integers(0, 25), width=st.integers(1, 4))
 def test_stop_strings_end_the_text_where_plain_decoding_would(seed, at, width):
     reader = text_decoder(seed % 3)
@@ -122,6 +123,7 @@ def live_tensor_bytes() -> int:
     return sum(o.numel() * o.element_size() for o in gc.get_objects() if issubclass(type(o), torch.Tensor))
 
 
+@pytest.mark.memory
 def test_cancelled_and_edited_requests_leave_no_trace():
     """500 rounds of streams dropped anywhere, batches dropped anywhere, and messages deleted or rewritten."""
     reader = text_decoder()

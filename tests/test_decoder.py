@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import tiny
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pctree import METHODS as ALL_METHODS
@@ -30,7 +30,7 @@ def check_statistics(decoder: SpeculativeDecoder, result, produced: list[int]) -
     assert stats.rounds == len(stats.acceptance_lengths) == len(stats.nodes)
     depth = decoder.drafter.block_size if options.method != "ar" else 0
     for length, nodes in zip(stats.acceptance_lengths, stats.nodes, strict=True):
-        assert 1 <= nodes <= options.budget
+        assert 1 <= nodes <= options.most_nodes
         assert 1 <= length <= min(nodes, depth + 1)
     # The prefill token belongs to no round. A stop token cuts the last round's count, the length limit does not.
     counted = 1 + sum(stats.acceptance_lengths)
@@ -50,7 +50,7 @@ def cut(tokens: list[int], stop: set[int]) -> list[int]:
     return tokens[:end]
 
 
-@settings(max_examples=120)
+@tiny.examples(120)
 @given(
     kind=st.sampled_from(["qwen3", "llama"]),
     head=st.sampled_from([*tiny.HEADS, None]),
@@ -133,7 +133,7 @@ def test_a_stop_inside_a_long_round_wins_over_the_length_limit():
     assert (result.token_ids, result.finish_reason, result.stats.acceptance_lengths) == (free[:6], "length", [7])
 
 
-@settings(max_examples=30)
+@tiny.examples(30)
 @given(
     head=st.sampled_from(tiny.HEADS),
     block_size=st.integers(1, 16),
@@ -328,6 +328,7 @@ def test_a_stream_dropped_half_way_leaves_the_decoder_usable():
     assert not torch.is_inference_mode_enabled()
 
 
+@pytest.mark.memory
 def test_nothing_is_kept_after_a_request():
     model = tiny.target()
     decoder = tiny.decoder(model, tiny.drafter(model))

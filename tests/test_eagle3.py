@@ -7,7 +7,7 @@ import itertools
 import pytest
 import tiny
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pctree import DraftSettings, SamplingParams, SpeculativeDecoder, TargetModel, UsageError
@@ -64,7 +64,7 @@ def test_every_node_is_scored_on_its_own_path(exact):
             assert float(tree.log_probs[row, node]) == pytest.approx(total, abs=1e-4)
 
 
-@settings(max_examples=20)
+@tiny.examples(20)
 @given(
     seed=st.integers(0, 1000),
     kind=st.sampled_from(["qwen3", "llama"]),

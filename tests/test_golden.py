@@ -57,6 +57,7 @@ def first_block(decoder: SpeculativeDecoder, case: dict) -> Block:
     return Block(drafter, context, anchor, *drafter.draft_block(context, anchor))
 
 
+@pytest.mark.tree
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_first_block(golden, name):
     decoder, cases, _ = load(golden, name)
@@ -93,6 +94,7 @@ def test_first_block(golden, name):
         assert tree.token_ids[0].tolist() == [case["anchor"], *chain]
 
 
+@pytest.mark.tree
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_chain_round_for_round(golden, name):
     decoder, cases, tau = load(golden, name)
@@ -106,6 +108,7 @@ def test_chain_round_for_round(golden, name):
     assert sum(lengths) / len(lengths) == pytest.approx(tau, abs=5e-5)  # rounded to four digits there
 
 
+@pytest.mark.tree
 @pytest.mark.parametrize("threshold", [0.3, 0.6])
 def test_a_confidence_threshold_verifies_fewer_positions(golden, threshold):
     decoder, cases, _ = load(golden, "dspark_vanilla_b7")
@@ -123,6 +126,7 @@ def test_a_confidence_threshold_verifies_fewer_positions(golden, threshold):
         assert mine.stats.acceptance_lengths == alone.stats.acceptance_lengths
 
 
+@pytest.mark.tree
 def test_recorded_confidence_is_deepspecs(golden):
     decoder, cases, _ = load(golden, "dspark_vanilla_b7")
     recording = decoder.with_settings(record_confidence=True)
@@ -150,6 +154,7 @@ def test_plain_decoding_gives_the_greedy_tokens(golden):
     assert result.stats.acceptance_lengths == [1] * 95
 
 
+@pytest.mark.tree
 @pytest.mark.parametrize("name", DRAFTERS[:3])
 def test_pctree_with_k_of_one_is_the_golden_chain(golden, name):
     decoder, cases, _ = load(golden, name)
@@ -200,6 +205,7 @@ def zlab(golden):
     return reader, expected
 
 
+@pytest.mark.tree
 def test_mask_filling_chain_equals_the_official_one(zlab):
     reader, cases = zlab
     assert reader.drafter.config.draft_length == 7
@@ -209,6 +215,7 @@ def test_mask_filling_chain_equals_the_official_one(zlab):
         assert [*case["prompt_ids"], *result.token_ids[:96]] == case["greedy_ids"]
 
 
+@pytest.mark.tree
 @pytest.mark.parametrize("budget", [8, 16, 32, 64])
 def test_ddtree_grows_the_official_trees(zlab, budget):
     """The first tree node for node, and every round's acceptance length. DDTree lists nodes as its heap pops them, which is
@@ -230,6 +237,7 @@ def test_ddtree_grows_the_official_trees(zlab, budget):
 # --- EAGLE-3
 
 
+@pytest.mark.tree
 def test_eagle3_chain_equals_deepspecs(golden):
     cases = json.loads((golden / "eagle3_ttt7.expected.json").read_text())["cases"]
     chain = SpeculativeDecoder.from_pretrained(

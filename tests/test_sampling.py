@@ -1,7 +1,7 @@
 """Sampling keeps the target's distribution, whatever is drafted; processors see each node's own history.
 
-The statistical tests compare 20,000 runs with the exact distribution by chi-square at p = 1e-4: a right implementation
-fails one of them in ten thousand, and the seeds are fixed. Two deliberately wrong rules show that they have teeth.
+The statistical tests compare 20,000 runs (4,000 in the other modes) with the exact distribution by chi-square at p = 1e-4: a
+right implementation fails one of them in ten thousand, and the seeds are fixed. Two deliberately wrong rules show that they have teeth.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from collections import Counter
 import pytest
 import tiny
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TopPLogitsWarper
 
 from pctree import SamplingParams, UsageError
-from pctree.processing import CountPenalty
+from pctree.processing import CountPenalty, Draws
 
-VOCAB, DRAWS, LENGTH = 6, 20_000, 3
+VOCAB, DRAWS, LENGTH = 6, int(20_000 * tiny.SHARE), 3
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +110,7 @@ def wrong_without_temperature(tree, mask, logits, batch):
     return torch.distributions.Categorical(logits=logits.float()).sample()
 
 
+@pytest.mark.tree
 @pytest.mark.parametrize("rule", [wrong_follow_any_child, wrong_without_temperature])
 def test_a_wrong_rule_is_caught(model, monkeypatch, rule):
     from pctree.batch import Batch
@@ -137,6 +140,25 @@ def test_seeds_make_a_request_reproducible_in_any_company():
     assert together[1].token_ids == alone
     unseeded = {tuple(reader.generate(tiny.prompt(1, 9), temperature=1.0, max_new_tokens=20).token_ids) for _ in range(4)}
     assert len(unseeded) > 1
+
+
+@tiny.examples(25)
+@given(seed=st.integers(0, 10**6), top_k=st.integers(1, 5), budget=st.integers(1, 40), penalty=st.sampled_from([1.0, 1.4]))
+@pytest.mark.parametrize("method", ["dspark", "shared-markov", "pctree", "ddtree"])
+def test_a_seed_gives_one_text_whatever_is_drafted(method, seed, top_k, budget, penalty):
+    model = tiny.target(seed=3)
+    draft = tiny.drafter(model, "gated")
+    params = SamplingParams(temperature=0.9, top_p=0.95, max_new_tokens=30, seed=seed, repetition_penalty=penalty)
+    expected = tiny.decoder(model, draft, "ar").generate(tiny.prompt(1, 9), params).token_ids
+    draft.future, draft.boost = tiny.prompt(1, 9) + expected, 4.0  # so that deep paths are accepted
+    result = tiny.decoder(model, draft, method, top_k=top_k, budget=budget).generate(tiny.prompt(1, 9), params)
+    assert result.token_ids == expected
+
+
+def test_draws_do_not_depend_on_how_they_are_asked_for():
+    one, other = Draws(3), Draws(3)
+    assert one(0, 700).tolist() == [other(place, 1).item() for place in range(700)]
+    assert one(300, 5).equal(other(300, 5))
 
 
 class Forbid(LogitsProcessor):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 
 import torch
+from hypothesis import settings
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
@@ -12,12 +14,19 @@ from pctree import DraftSettings, DraftTree, DSparkDrafter, Round, SpeculativeDe
 from pctree.drafters import DrafterConfig
 from pctree.targets import KVCache
 
+# How much of the random testing is done: the other modes repeat what the default one has tried at length.
+SHARE = float(os.environ.get("PCTREE_TEST_SHARE", "1"))
 HIDDEN, HEADS = 32, ("vanilla", "gated", "rnn")
 # None of the defaults: each changes the inverse frequencies at the short lengths used here.
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 500.0}
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 32}  # fmt: skip
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+def examples(most: int) -> settings:
+    """So many random examples of a property, or this run's share of them."""
+    return settings(max_examples=max(4, int(most * SHARE)))
 
 
 def randomise(module: torch.nn.Module, seed: int, std: float) -> None:

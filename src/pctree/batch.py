@@ -135,7 +135,7 @@ class Batch:
 
     def choose(self, tree: DraftTree, ancestor_mask: Tensor, logits: Tensor) -> Tensor:
         """The target's tokens [R, N] after each node, each request's in its own way; ``logits`` [R, N, V]."""
-        if all(not request.processors and request.generator is None for request in self.running):
+        if all(not request.processors and request.draws is None for request in self.running):
             return argmax(logits)
         rows = enumerate(self.running)
         return torch.stack([request.choose(tree, row, ancestor_mask, logits[row]) for row, request in rows])

@@ -30,7 +30,7 @@ class SamplingParams:
         logit_bias: added to the logits of the given token ids.
         logits_processor: any processors of transformers, called with each node's own root path as the history. They run
             before the temperature, as in transformers, and must depend on the history alone.
-        seed: makes sampling reproducible, for this request by itself.
+        seed: makes sampling reproducible: one text, whatever the method and the company.
     """
 
     max_new_tokens: int = 256

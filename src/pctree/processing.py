@@ -125,11 +125,34 @@ class Processors:
         return apply
 
 
-def choose(logits: Tensor, params: SamplingParams, generator: torch.Generator | None) -> Tensor:
-    """The target's token [N] after each node: the argmax, or a draw from the softmax of processed ``logits`` [N, V]."""
-    if params.temperature == 0:
+class Draws:
+    """Uniform numbers of a request, one for each place of its output.
+
+    A token is drawn with the number of its place, by whichever node of whichever tree stands there, so a seed gives one text
+    whatever is drafted and however much of it is verified. Of the nodes of a depth only one can be on the path, and which one
+    depends on earlier places alone; so every number is used for one token, and that was not chosen by it.
+    """
+
+    def __init__(self, seed: int | None):
+        self._generator = torch.Generator()
+        self._generator.seed() if seed is None else self._generator.manual_seed(seed)
+        self._numbers = torch.empty(0, dtype=torch.float64)
+
+    def __call__(self, start: int, count: int) -> Tensor:
+        """The numbers [count] of places from ``start`` on."""
+        while len(self._numbers) < start + count:
+            more = torch.rand(256, generator=self._generator, dtype=torch.float64)
+            self._numbers = torch.cat([self._numbers, more])
+        return self._numbers[start : start + count]
+
+
+def choose(logits: Tensor, points: Tensor | None) -> Tensor:
+    """The target's token [N] after each node: the argmax, or with uniform numbers ``points`` [N] the one that each of them
+    draws from the softmax of processed ``logits`` [N, V].
+    """
+    if points is None:
         return argmax(logits)
     # In float64, so that rounding neither favours a token nor reaches past the last one that is possible.
     cumulative = logits.double().softmax(-1).cumsum(-1)
-    points = torch.rand(len(logits), 1, generator=generator, dtype=torch.float64).to(logits.device) * cumulative[:, -1:]
+    points = points[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, points, right=True)[:, 0].clamp_max(logits.shape[-1] - 1)

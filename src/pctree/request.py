@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from pctree.params import SamplingParams
-from pctree.processing import Processors, choose
+from pctree.processing import Draws, Processors, choose
 from pctree.scorers import Reshape
 from pctree.stats import Statistics
 from pctree.tree import DraftTree
@@ -46,13 +46,7 @@ class Request:
         self.prefix_ids: list[int] = []  # tokens that processors see before the prompt and the target does not: padding
         self.stopping: StoppingCriteriaList | None = None  # further reasons to stop, asked after every token
         self.processors = Processors(params, len(self.prompt_ids), list(self.stop_ids), self.device)
-        self.generator: torch.Generator | None = None
-        if params.temperature:
-            self.generator = torch.Generator()
-            if params.seed is None:
-                self.generator.seed()
-            else:
-                self.generator.manual_seed(params.seed)
+        self.draws = Draws(params.seed) if params.temperature else None
 
     # --- what the target says ---------------------------------------------------------------------------------------
 
@@ -77,7 +71,10 @@ class Request:
         """The target's token [N] after each node of this request's row of the tree; ``logits`` [N, V]."""
         if self.processors:
             logits = self.processors(self.history, tree.token_ids[row], tree.depths[row], ancestor_mask[row], logits)
-        return choose(logits, self.params, self.generator)
+        if self.draws is None:
+            return choose(logits, None)
+        # No node is deeper than there are nodes.
+        return choose(logits, self.draws(len(self.token_ids), tree.nodes).to(logits.device)[tree.depths[row]])
 
     def choose_first(self, root: DraftTree, logits: Tensor) -> int:
         """The target's token after the prompt, whose last token is ``root`` and has ``logits`` [1, V]."""
