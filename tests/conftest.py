@@ -69,7 +69,7 @@ def mode(request):
         patch.setattr(SpeculativeDecoder, "__init__", built)
         if chosen == "off":
             patch.setattr(packing, "can_pack", lambda linear: False)
-            patch.setattr("pctree.targets.fused.can_pack", lambda linear: False)
+            patch.setattr("pctree.fused.can_pack", lambda linear: False)
         yield chosen
 
 

@@ -11,22 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pctree import DraftSettings, SamplingParams, SpeculativeDecoder, TargetModel, UsageError
-from pctree.drafters import DrafterConfig, Eagle3Drafter
 from pctree.scorers import EagleScorer
 from pctree.tree import grow_tree
-
-
-def eagle(model, *, seed: int = 0, length: int = 4) -> Eagle3Drafter:
-    """A random EAGLE-3 drafter for a tiny model."""
-    base = tiny.drafter_config(model, None, layer_ids=(0, 1))
-    config = DrafterConfig(
-        backbone=base.backbone, block_size=length, num_target_layers=base.num_target_layers, target_layer_ids=[0, 1],
-        mask_token_id=0, autoregressive=True,
-    )  # fmt: skip
-    made = Eagle3Drafter(config)
-    tiny.randomise(made, seed + 500, std=0.35)
-    made.share(model.get_input_embeddings(), model.get_output_embeddings())
-    return made.requires_grad_(False).eval()
 
 
 def reader(model, draft, **options) -> SpeculativeDecoder:
@@ -38,7 +24,7 @@ def reader(model, draft, **options) -> SpeculativeDecoder:
 def test_every_node_is_scored_on_its_own_path(exact):
     """Two requests of different lengths; a node's probability equals that of walking to it alone, one token at a time."""
     model = tiny.target(seed=1)
-    draft = eagle(model)
+    draft = tiny.eagle(model)
     prompts, anchors = [tiny.prompt(1, 9), tiny.prompt(2, 5)], torch.tensor([7, 11])
     target = TargetModel(model, draft.config.target_layer_ids)
 
@@ -78,13 +64,13 @@ def test_tokens_are_the_targets(seed, kind, length, top_k, budget, frontier, cou
     model = tiny.target(kind, seed=seed % 9)
     prompt = tiny.prompt(seed, 1 + seed % 12)
     expected, _ = tiny.plain(model, prompt, count)
-    decoder = reader(model, eagle(model, seed=seed % 4, length=length), top_k=top_k, budget=budget, frontier=frontier)
+    decoder = reader(model, tiny.eagle(model, seed=seed % 4, length=length), top_k=top_k, budget=budget, frontier=frontier)
     assert decoder.generate(prompt, max_new_tokens=count).token_ids == expected
 
 
 def test_batches_equal_one_at_a_time():
     model = tiny.target(seed=6)
-    decoder = reader(model, eagle(model), budget=12)
+    decoder = reader(model, tiny.eagle(model), budget=12)
     prompts = [tiny.prompt(i, 3 + 2 * i) for i in range(6)]
     params = [SamplingParams(max_new_tokens=4 + 3 * i) for i in range(6)]
     together = decoder.generate(prompts, params, max_batch_size=4)
@@ -96,7 +82,7 @@ def test_batches_equal_one_at_a_time():
 
 def test_methods_and_drafters_must_fit():
     model = tiny.target()
-    draft = eagle(model)
+    draft = tiny.eagle(model)
     with pytest.raises(UsageError, match="made for eagle3; use method eagle3"):
         SpeculativeDecoder(TargetModel(model, [0, 1]), draft, settings=DraftSettings("pctree"))
     with pytest.raises(UsageError, match="made for dspark; use method dspark"):

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from pctree import DraftSettings, SpeculativeDecoder, TargetModel
-from pctree.packing import PackedLinear, can_pack, pack_linears
-from pctree.targets.fused import fuse
+from pctree.fused import fuse
+from pctree.packing import PackedLinear, can_pack
 
 PACKS = can_pack(nn.Linear(2, 2, dtype=torch.bfloat16))
 needs_packing = pytest.mark.skipif(not PACKS, reason="this processor's library does not pack bfloat16 weights")
@@ -35,7 +35,7 @@ def test_a_packed_pair_decodes_the_same(kind):
         draft = tiny.drafter(model, "gated", seed=1).to(torch.bfloat16)
         if packed:
             fuse(model)
-            pack_linears(draft)
+            draft.fuse()
             draft.lm_head = model.get_output_embeddings()
             assert isinstance(draft.lm_head, PackedLinear)
             assert not any(type(module) is nn.Linear for module in [*model.modules(), *draft.modules()])
@@ -63,6 +63,26 @@ def test_fused_layers_give_the_numbers_of_the_models_own(kind):
         assert torch.equal(mine, theirs)
     with torch.inference_mode():
         assert torch.equal(models[0](ids).logits, models[1](ids).logits)
+
+
+@needs_packing
+@pytest.mark.parametrize("make", [tiny.drafter, tiny.eagle])
+def test_a_fused_drafter_gives_the_numbers_of_its_own_layers(make):
+    """The context's keys and values, and a draft forward for requests of two lengths: to the last bit."""
+    outputs = []
+    for fused in (False, True):
+        model = tiny.target(seed=2).to(torch.bfloat16)
+        draft = make(model, seed=1).to(torch.bfloat16)
+        if fused:
+            draft.fuse()
+            assert len(draft.fused_layers) == len(draft.layers)
+        features = torch.randn(2, 9, draft.fc.in_features, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+        ids = torch.tensor([tiny.prompt(1, 9), tiny.prompt(2, 9)])
+        context = draft.new_cache(2, 30, 8)
+        draft.extend(context, features, ids, torch.tensor([9, 6]))
+        outputs.append([*draft.draft_block(context, ids[:, 0]), context.keys, context.values])
+    for mine, theirs in zip(*outputs, strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_layers_of_another_kind_are_packed_and_not_fused():

@@ -1,7 +1,8 @@
 """Sampling keeps the target's distribution, whatever is drafted; processors see each node's own history.
 
 The statistical tests compare 20,000 runs (4,000 in the other modes) with the exact distribution by chi-square at p = 1e-4: a
-right implementation fails one of them in ten thousand, and the seeds are fixed. Two deliberately wrong rules show that they have teeth.
+right implementation fails one of them in ten thousand, and the seeds are fixed. Two deliberately wrong rules show that they
+have teeth.
 """
 
 from __future__ import annotations

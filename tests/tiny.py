@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from hypothesis import settings
@@ -11,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from pctree import DraftSettings, DraftTree, DSparkDrafter, Round, SpeculativeDecoder, TargetModel
-from pctree.drafters import DrafterConfig
+from pctree.drafters import DrafterConfig, Eagle3Drafter
 from pctree.targets import KVCache
 
 # How much of the random testing is done: the other modes repeat what the default one has tried at length.
@@ -120,6 +121,15 @@ def drafter(model: PreTrainedModel, head: str | None = "vanilla", *, seed: int =
         made.embed_tokens = torch.nn.Embedding(model.config.vocab_size, HIDDEN)
         made.lm_head = torch.nn.Linear(HIDDEN, model.config.vocab_size, bias=False)
     randomise(made, seed + 1000, std=0.35)
+    made.share(model.get_input_embeddings(), model.get_output_embeddings())
+    return made.requires_grad_(False).eval()
+
+
+def eagle(model: PreTrainedModel, *, seed: int = 0, length: int = 4) -> Eagle3Drafter:
+    """A random EAGLE-3 drafter for ``model``."""
+    base = drafter_config(model, None, layer_ids=(0, 1))
+    made = Eagle3Drafter(replace(base, block_size=length, mask_token_id=0, autoregressive=True))
+    randomise(made, seed + 500, std=0.35)
     made.share(model.get_input_embeddings(), model.get_output_embeddings())
     return made.requires_grad_(False).eval()
 

@@ -12,10 +12,10 @@ from transformers.utils import logging as transformers_logging
 from pctree import smollm2
 from pctree.drafters import AnyDrafter, load_drafter
 from pctree.errors import CheckpointError, UsageError
+from pctree.fused import fuse
 from pctree.methods import METHODS, DraftSettings
-from pctree.packing import pack_linears
+from pctree.pages import enlarge
 from pctree.targets import TargetModel
-from pctree.targets.fused import fuse
 
 DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
           "float32": torch.float32, "fp32": torch.float32, "float16": torch.float16, "fp16": torch.float16}  # fmt: skip
@@ -134,7 +134,7 @@ def load_draft(drafter: str, dtype: torch.dtype, device: torch.device, compile: 
     """A drafter by name, not yet bound to a target."""
     loaded = load_drafter(local_folder(drafter, "drafter"), dtype=dtype, device=device)
     if check_compile(compile, device) != "off":
-        pack_linears(loaded, keep_weights=["markov_w2"])
+        loaded.fuse()
     return loaded
 
 
@@ -179,6 +179,12 @@ def load_pair(
         draft = load_draft(drafter, torch_dtype, torch_device, compile)
     settings.validate(draft)  # before the target, which is the larger one
     model, tokenizer = load_target(target, torch_dtype, torch_device, compile)
-    if draft is None:
-        return TargetModel(model), None, tokenizer
-    return bind(draft, str(drafter), model, tokenizer, target), draft, tokenizer
+    fitting = TargetModel(model) if draft is None else bind(draft, str(drafter), model, tokenizer, target)
+    settle(torch_device, compile)
+    return fitting, draft, tokenizer
+
+
+def settle(device: torch.device, compile: str) -> None:
+    """When all models are loaded: large pages for those in the processor's memory."""
+    if device.type == "cpu" and compile != "off":
+        enlarge()

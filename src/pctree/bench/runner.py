@@ -28,7 +28,7 @@ from pctree.drafters import AnyDrafter
 from pctree.economy import Economy
 from pctree.errors import PCTreeError, UsageError
 from pctree.graphs import recorder
-from pctree.loading import bind, load_draft, load_target, resolve_device, resolve_dtype
+from pctree.loading import bind, load_draft, load_target, resolve_device, resolve_dtype, settle
 from pctree.methods import DraftSettings
 from pctree.params import SamplingParams
 from pctree.profiles import find_profile
@@ -90,6 +90,7 @@ def load_decoders(
 
     model, tokenizer = load_target(config.target, dtype, device, config.compile)
     tapped = {name: bind(draft, str(config.drafters[name]), model, tokenizer, config.target) for name, draft in drafts.items()}
+    settle(device, config.compile)
     plain, record = TargetModel(model), recorder(config.compile)
     decoders = {
         cell: SpeculativeDecoder(plain, None, tokenizer, settings(cell), record=record)

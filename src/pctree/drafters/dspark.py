@@ -7,7 +7,7 @@ DeepSpec, ``Qwen3DSparkModel``; without a Markov head (``markov_rank: 0``) the s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,11 +22,9 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from pctree.drafters.heads import MARKOV_HEADS, ConfidenceHead, MarkovHead
-from pctree.packing import rows_of
+from pctree.fused import Attend, FusedKeys, FusedLayer, can_fuse
+from pctree.packing import pack_linears, rows_of
 from pctree.targets.kv_cache import KVCache
-
-# Called with layer, query [R, heads, n, D], and the block's own key and value [R, kv_heads, n, D]; returns [R, heads, n, D].
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass
@@ -111,10 +109,23 @@ class Drafting(nn.Module):
     def __init__(self, config: DrafterConfig):
         super().__init__()
         self.config = config
+        self.layers: Any = ()
         self.embed_tokens: nn.Module | None = None
         self.lm_head: nn.Module | None = None
         # Target ids [V_draft] of the drafter's own tokens; None where it drafts from the target's whole vocabulary.
         self.draft_ids: Tensor | None = None
+        self.fused_layers: Sequence[FusedLayer] = ()
+
+    def fuse(self) -> None:
+        """Prepare for decoding on this machine, in place: packed weights, and fused layers where they are of a known kind. The
+        numbers stay the same. To be called before :meth:`share`, since the target's modules are the target's to prepare.
+        """
+        if can_fuse(self.layers, self.config.backbone.hidden_act):
+            self._fuse_layers()
+        pack_linears(self, keep_weights=["markov_w2"])
+
+    def _fuse_layers(self) -> None:
+        self.fused_layers = [FusedLayer(layer) for layer in self.layers]
 
     def share(self, embed_tokens: nn.Module, lm_head: nn.Module) -> None:
         """Use the target's embeddings and output head where the checkpoint brought none."""
@@ -147,6 +158,7 @@ class DSparkDrafter(Drafting):
         self.layers: Any = nn.ModuleList(BlockLayer(backbone, i) for i in range(backbone.num_hidden_layers))
         self.norm = Qwen3RMSNorm(backbone.hidden_size, backbone.rms_norm_eps)
         self.rotary = Qwen3RotaryEmbedding(backbone)
+        self.fused_keys: FusedKeys | None = None
         self.markov_head: MarkovHead | None = None
         self.confidence_head: ConfidenceHead | None = None
         if config.markov_rank:
@@ -157,6 +169,10 @@ class DSparkDrafter(Drafting):
         if config.enable_confidence_head:
             read_rank = config.markov_rank if config.confidence_head_with_markov else 0
             self.confidence_head = ConfidenceHead(backbone.hidden_size, read_rank)
+
+    def _fuse_layers(self) -> None:
+        self.fused_keys = FusedKeys([layer.self_attn for layer in self.layers])
+        super()._fuse_layers()
 
     @property
     def block_size(self) -> int:
@@ -192,9 +208,12 @@ class DSparkDrafter(Drafting):
         context = self.context(features)
         slots = cache.window(rows).slots
         rotary = self.rotary(context, slots)
-        for layer, block in enumerate(self.layers):
-            keys, values = block.self_attn.keys_values(context, rotary)
-            cache.write(layer, slots, keys, values, span=0)
+        if self.fused_keys is not None:
+            cache.write_all(slots, *self.fused_keys(context, *rotary))
+        else:
+            for layer, block in enumerate(self.layers):
+                keys, values = block.self_attn.keys_values(context, rotary)
+                cache.write(layer, slots, keys, values, span=0)
         cache.advance(rows if counts is None else counts)
 
     @torch.inference_mode()
@@ -225,8 +244,13 @@ class DSparkDrafter(Drafting):
         assert self.embed_tokens is not None
         hidden = self.embed_tokens(token_ids)
         rotary = self.rotary(hidden, position_ids)
-        for layer in self.layers:
-            hidden = layer(hidden, rotary, attend)
+        if self.fused_layers:
+            cos, sin = (part[:, :, None] for part in rotary)
+            for index, fused in enumerate(self.fused_layers):
+                hidden = fused(index, hidden, cos, sin, attend)
+        else:
+            for layer in self.layers:
+                hidden = layer(hidden, rotary, attend)
         return self.norm(hidden)
 
 

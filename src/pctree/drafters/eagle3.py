@@ -123,5 +123,10 @@ class Eagle3Drafter(Drafting):
             return attention(query, cache.keys[index, :, :, :span], cache.values[index, :, :, :span], mask)
 
         pair = layer.pair(self.embed_tokens(token_ids), hidden)
-        out = layer.finish(hidden, layer.self_attn(pair, self.rotary(hidden, positions), attend))
+        rotary = self.rotary(hidden, positions)
+        if self.fused_layers:
+            fused, (cos, sin) = self.fused_layers[0], (part[:, :, None] for part in rotary)
+            out = fused.feed(hidden + fused.mix(0, pair, cos, sin, attend))
+        else:
+            out = layer.finish(hidden, layer.self_attn(pair, rotary, attend))
         return out, self.lm_head(self.norm(out))

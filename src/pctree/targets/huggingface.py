@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from pctree.errors import CheckpointError
-from pctree.targets.fused import FusedLayer
+from pctree.fused import FusedLayer
 from pctree.targets.kv_cache import KVCache, Window, visible_rows
 
 ATTENTION = "pctree"
@@ -41,11 +42,11 @@ class TreeAttention:
         # Grouped-query attention without copying keys: the heads that share a key head become rows of it.
         grouped = query.reshape(requests, key.shape[1], -1, head_dim)
         out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=self.mask, scale=scaling)
-        return out.reshape(requests, heads, rows, head_dim).transpose(1, 2)
+        return out.reshape(requests, heads, rows, head_dim)
 
 
 def _attention_forward(module, query, key, value, attention_mask, scaling=None, tree_attention=None, **unused):
-    return tree_attention(module.layer_idx, query, key, value, scaling).contiguous(), None
+    return tree_attention(module.layer_idx, query, key, value, scaling).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(ATTENTION, _attention_forward)
@@ -210,11 +211,13 @@ class TargetModel:
         features = [taps[layer] for layer in self.feature_layers]
         return hidden, torch.cat(features, dim=-1) if features else hidden.new_zeros(requests, rows, 0)
 
-    def _fused_forward(self, token_ids: Tensor, positions: Tensor, attend: TreeAttention) -> tuple[Tensor, dict[int, Tensor]]:
-        """Normalised last hidden states, and the outputs of all tapped layers, through :mod:`pctree.targets.fused`."""
+    def _fused_forward(
+        self, token_ids: Tensor, positions: Tensor, attention: TreeAttention
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Normalised last hidden states, and the outputs of all tapped layers, through :mod:`pctree.fused`."""
         hidden = self.embed_tokens(token_ids)
         cos, sin = (part[:, :, None] for part in self.backbone.rotary_emb(hidden, positions))
-        taps = {-1: hidden}
+        taps, attend = {-1: hidden}, partial(attention, scaling=self.layers[0].self_attn.scaling)
         for index, layer in enumerate(self._fused_layers):
             hidden = layer(index, hidden, cos, sin, attend)
             if index in self.feature_layers:

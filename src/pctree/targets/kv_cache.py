@@ -81,6 +81,12 @@ class KVCache:
             cache.view(-1, head_dim).index_copy_(0, flat, rows.reshape(-1, head_dim))
         return self.keys[layer, :, :, :span], self.values[layer, :, :, :span]
 
+    def write_all(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store rows of all layers at once; ``keys`` and ``values`` [R, n, layers, kv_heads, head_dim]."""
+        requests = torch.arange(len(slots), device=slots.device)[:, None]
+        for cache, rows in ((self.keys, keys), (self.values, values)):
+            cache[:, requests, :, slots] = rows
+
     def _flat(self, slots: Tensor) -> Tensor:
         """Rows of a layer's storage, seen as [R · kv_heads · S, head_dim], that ``slots`` are; the same for all layers."""
         if self._flattened is None or self._flattened[0] is not slots:
