@@ -48,22 +48,23 @@ def mode(request):
     """Every decoder of the run works in the mode that ``--mode`` names, as far as its settings leave that open."""
     import replay
 
-    from pctree import SpeculativeDecoder, packing
+    from pctree import DraftSettings, SpeculativeDecoder, packing
     from pctree.economy import Economy
 
     chosen = request.config.getoption("--mode")
     build = SpeculativeDecoder.__init__
     economy = Economy({1: 4.0, 64: 30.0}, 3.0, committed=[1.0, 1.3, 1.5, 1.6], layer_ms=0.3)
 
-    def built(self, *args, **kwargs):
-        build(self, *args, **kwargs)
-        settings, drafter = self.settings, self.drafter
-        if chosen == "graphs" and self.record is None:
-            self.record = replay.record
+    def built(self, target, drafter=None, tokenizer=None, settings=None, known=None, record=None, **named):
+        settings, known, record = settings or DraftSettings(), named.get("economy", known), named.get("record", record)
+        build(self, target, drafter, tokenizer, settings, known, record)  # which refuses what cannot work
+        if chosen == "graphs":
+            record = record or replay.record
         elif chosen == "candidates" and getattr(drafter, "markov_head", None) is not None and not settings.candidates:
-            self.settings = replace(settings, candidates=max(16, settings.top_k))
+            settings = replace(settings, candidates=max(16, settings.top_k))
         elif chosen == "auto" and settings.method != "ar":
-            self.settings, self.economy = replace(settings, budget="auto"), self.economy or economy
+            settings, known = replace(settings, budget="auto"), known or economy
+        build(self, target, drafter, tokenizer, settings, known, record)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SpeculativeDecoder, "__init__", built)

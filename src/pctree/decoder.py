@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,8 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from pctree.acceptance import walk
 from pctree.batch import Batch
@@ -19,17 +16,17 @@ from pctree.conversation import Conversation
 from pctree.drafters import AnyDrafter
 from pctree.economy import Economy
 from pctree.errors import UsageError
-from pctree.graphs import Record, recorder, row_bucket, span_bucket
+from pctree.graphs import Record, recorder, span_bucket
 from pctree.loading import load_pair
-from pctree.methods import Block, DraftSettings
+from pctree.methods import DraftSettings
 from pctree.params import SamplingParams
 from pctree.profiles import find_profile, settings_from
 from pctree.prompts import Prompt, encode_prompt
 from pctree.request import Request
 from pctree.results import Generation, Round
+from pctree.stages import Stages, root_only
 from pctree.stats import STAGES, StageClock
-from pctree.targets import KVCache, TargetModel
-from pctree.tree import DraftTree
+from pctree.targets import TargetModel
 
 
 class SpeculativeDecoder:
@@ -64,11 +61,11 @@ class SpeculativeDecoder:
                 f"{drafter.config.target_layer_ids}; build it as TargetModel(model, drafter.config.target_layer_ids)"
             )
         self.drafter = drafter
-        self._speculating_drafter = None if self.settings.method == "ar" else drafter
         # Plain decoding must not pay for features that nobody reads.
         self.target = TargetModel(target.model) if self.settings.method == "ar" else target
         self._tapped_target = target
         self.tokenizer = tokenizer
+        self.stages = Stages(self.target, None if self.settings.method == "ar" else drafter, self.settings, economy)
 
     @classmethod
     def from_pretrained(
@@ -201,7 +198,7 @@ class SpeculativeDecoder:
 
     def new_batch(self, rows: int, length: int) -> Batch:
         """Caches for ``rows`` requests of at most ``length`` tokens."""
-        room, drafter = self.settings.most_nodes, self._speculating_drafter
+        room, drafter = self.settings.most_nodes, self.stages.drafter
         return Batch(self.target, drafter, rows=rows, length=length, room=room, record=self.record)
 
     def _own_batch(self, rows: int, needed: int, max_length: int | None) -> Batch:
@@ -284,9 +281,9 @@ class SpeculativeDecoder:
 
     def _round(self, batch: Batch, clock: StageClock) -> list[Round]:
         """Draft a block, grow a tree, verify it in one forward, commit the accepted path; for all running requests."""
-        tree, mask = self._draft(batch, clock)
+        tree, mask = self.stages.draft(batch, clock)
         with clock("verify"):
-            logits, features = self._verify(batch, tree, mask)
+            logits, features = self.stages.verify(batch, tree, mask)
             path, lengths, bonus = walk(tree, mask, batch.choose(tree, mask, logits))
             tokens = tree.token_ids.gather(1, path)
             # The one wait of a round: which paths were accepted.
@@ -300,82 +297,16 @@ class SpeculativeDecoder:
             counts.append(len(committed))
         with clock("commit"):
             # All committed tokens but the last have their rows in the cache; the last is the next anchor.
-            kept = path[:, : max(counts) if batch.graphs is None else self._longest_path]
-            self.target.commit(batch.cache, kept, torch.tensor(counts))
+            taken = torch.tensor(counts)
+            self.target.commit(batch.cache, path, taken)
             batch.anchors.copy_(bonus)
-        if batch.context is not None:
-            with clock("draft"):
-                committed_features = features.gather(1, kept[..., None].expand(-1, -1, features.shape[-1]))
-                following = torch.cat([tokens[:, 1:], bonus[:, None]], dim=1).scatter(1, lengths[:, None] - 1, bonus[:, None])
-                self._extend(batch, batch.context, committed_features, following[:, : kept.shape[1]], torch.tensor(counts))
+        with clock("draft"):
+            committed_features = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))
+            following = torch.cat([tokens[:, 1:], bonus[:, None]], dim=1).scatter(1, lengths[:, None] - 1, bonus[:, None])
+            self.stages.extend(batch, committed_features, following, taken)
         return rounds
-
-    def _draft(self, batch: Batch, clock: StageClock) -> tuple[DraftTree, Tensor]:
-        """A tree for every running request, and its ancestor mask."""
-        drafter, context, anchors, reshape = self._speculating_drafter, batch.context, batch.anchors, batch.reshape()
-        if context is None or drafter is None:
-            return root_only(anchors), torch.ones(len(anchors), 1, 1, dtype=torch.bool, device=anchors.device)
-        # What reshapes the logits is asked anew for every round, and EAGLE-3 drafts layer by layer: neither is recorded.
-        if batch.graphs is not None and reshape is None and not drafter.config.autoregressive:
-            with clock("draft"):
-                tree, mask = batch.graphs(context, drafter.config.block_size, self._grow, anchors)
-                tree = tree.clone()  # callers keep it
-        else:
-            with clock("draft"):
-                block = Block(drafter, context, anchors, *drafter.draft_block(context, anchors))
-            with clock("tree"):
-                tree, mask = self.settings.grow(block, reshape, self._floor(len(anchors))), None
-        with clock("tree"):
-            tree = self.settings.trim(tree, self.economy)
-            mask = tree.ancestor_mask(drafter.config.draft_length) if mask is None else mask[:, : tree.nodes, : tree.nodes]
-        return tree, mask
-
-    def _floor(self, requests: int) -> float:
-        """Where an automatic budget stops growing. On a GPU asking after every layer costs more than it saves."""
-        if self.economy is None or self.settings.budget != "auto" or self.target.device.type != "cpu":
-            return -math.inf
-        return self.economy.floor(requests)
-
-    def _grow(self, context: KVCache, anchors: Tensor) -> tuple[DraftTree, Tensor]:
-        """The draft forward, the tree and its mask, in one piece that can be recorded."""
-        assert self.drafter is not None
-        block = Block(self.drafter, context, anchors, *self.drafter.draft_block(context, anchors))
-        tree = self.settings.grow(block)
-        return tree, tree.ancestor_mask(self.drafter.config.draft_length)
-
-    def _extend(self, batch: Batch, context: KVCache, features: Tensor, next_ids: Tensor, counts: Tensor) -> None:
-        """Commit the features of a round's tokens to the drafter's context."""
-        assert self.drafter is not None
-        if batch.graphs is None or self.drafter.config.autoregressive:
-            self.drafter.extend(context, features, next_ids, counts)
-        else:
-            batch.graphs(context, features.shape[1], self.drafter.extend, features, next_ids)
-            context.advance(counts)
-
-    @property
-    def _longest_path(self) -> int:
-        """Nodes of the longest path that a round can accept, root included."""
-        drafter = self._speculating_drafter
-        return 1 if drafter is None else drafter.config.draft_length + 1
-
-    def _verify(self, batch: Batch, tree: DraftTree, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits and context features after every node."""
-        if batch.graphs is None:
-            return self.target.verify(batch.cache, tree.token_ids, tree.depths, mask)
-        rows = row_bucket(tree.nodes)
-        more = (0, rows - tree.nodes)  # rows that nobody sees
-        token_ids, depths, mask = F.pad(tree.token_ids, more), F.pad(tree.depths, more), F.pad(mask, more + more)
-        logits, features = batch.graphs(batch.cache, rows, self.target.verify, token_ids, depths, mask)
-        return logits[:, : tree.nodes], features[:, : tree.nodes]
 
 
 def is_batch(prompt: Any) -> bool:
     """Whether this is a list of prompts rather than one prompt."""
     return not isinstance(prompt, str) and len(prompt) > 0 and not isinstance(prompt[0], (int, Mapping))
-
-
-def root_only(anchors: Tensor) -> DraftTree:
-    """The tree [R, 1] that drafts nothing: verifying it is plain autoregressive decoding."""
-    token_ids = anchors[:, None]
-    zeros = torch.zeros_like(token_ids)
-    return DraftTree(token_ids, zeros, zeros, zeros.float())
