@@ -21,6 +21,7 @@ import torch
 import typer
 from rich.table import Table
 from torch import nn
+from transformers import BaseStreamer
 
 from pctree import SpeculativeDecoder
 from pctree.bench.tasks import read_file, select
@@ -28,6 +29,7 @@ from pctree.cli.common import err, out, progress_bar
 from pctree.drafters import MarkovHead
 from pctree.loading import resolve_device
 from pctree.packing import PackedLinear, can_pack
+from pctree.prompts import encode_prompt
 from pctree.scorers import DraftVocabulary, MarkovScorer, ShortlistScorer
 from pctree.targets import KVCache
 from pctree.tree import grow_tree
@@ -161,14 +163,17 @@ def pair(
     decoder = SpeculativeDecoder.from_pretrained(
         target, drafter, device=device, compile=compile, candidates=candidates, profile="off"
     )
+    where = str(decoder.target.device)
+    plain = SpeculativeDecoder.from_pretrained(target, method="ar", device=where, compile="off", profile="off")
     rows: list[dict[str, Any]] = []
     texts = select(read_file(prompts or BUILTIN_FILE), count)
     methods = {"ar": {"method": "ar"}, "chain": {"method": "dspark"}}
     methods |= {f"tree N={n}": {"method": "pctree", "top_k": top_k, "budget": int(n)} for n in budgets.split(",")}
     readers = {name: decoder.with_settings(**settings) for name, settings in methods.items()}
     stats: dict[str, list[Any]] = {name: [] for name in readers}
+    theirs: list[float] = []
     with progress_bar() as bar:
-        work = bar.add_task("decoding", total=repeats * len(texts) * len(readers), note="")
+        work = bar.add_task("decoding", total=repeats * len(texts) * (len(readers) + 1), note="")
         for repeat in range(repeats + 1):
             for text in texts[: 1 if repeat == 0 else None]:
                 for name, reader in readers.items():
@@ -176,6 +181,10 @@ def pair(
                     if repeat:  # the first is a warm-up
                         stats[name].append(result.stats)
                         bar.update(work, advance=1, note=name)
+                rate = transformers_rate(plain, text, 16 if repeat == 0 else max_new_tokens)
+                if repeat:
+                    theirs.append(rate)
+                    bar.update(work, advance=1, note="transformers")
     table = Table(title="median ms a round", title_justify="left")
     for heading in ("", "draft", "tree", "verify", "commit", "rest", "round", "not a forward", "τ", "tokens/s"):
         table.add_column(heading, justify="left" if not heading else "right")
@@ -190,16 +199,40 @@ def pair(
         )
         numbers = [*stage.values(), rest, whole]
         table.add_row(name, *(f"{ms:.1f}" for ms in numbers), f"{overhead:.1%}", f"{tau:.2f}", f"{rate:.1f}")
+    own = median(theirs)
+    rows.append({"name": "transformers.generate", "round": 1e3 / own, "tau": 1.0, "tokens_per_second": own})
+    table.add_row("transformers.generate", *[""] * 5, f"{1e3 / own:.1f}", "", "1.00", f"{own:.1f}")
     out.print(table)
-    rows += forwards(decoder, target, context)
+    rows += forwards(decoder, plain.target.model, context)
     write(output, rows)
 
 
-def forwards(decoder: SpeculativeDecoder, target: str, context: int) -> list[dict[str, Any]]:
+class Times(BaseStreamer):
+    """When tokens came; the first call brings the prompt."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Any) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def transformers_rate(plain: SpeculativeDecoder, text: str, max_new_tokens: int) -> float:
+    """Tokens a second after the first, of greedy ``generate`` as transformers has it."""
+    ids = torch.tensor([encode_prompt(plain.tokenizer, text)], device=plain.target.device)
+    seen = Times()
+    plain.target.model.generate(ids, do_sample=False, max_new_tokens=max_new_tokens, streamer=seen)
+    _, first, *_, last = seen.times
+    return (len(seen.times) - 2) / (last - first)
+
+
+def forwards(decoder: SpeculativeDecoder, plain: Any, context: int) -> list[dict[str, Any]]:
     """A forward of n rows behind ``context`` tokens: ours, and transformers' own with its dynamic cache."""
     model, where = decoder.target, decoder.target.device
     floor = weight_bytes(model.model) / memory_speed(where)
-    plain = SpeculativeDecoder.from_pretrained(target, method="ar", device=str(where), compile="off").target.model
     ids = torch.randint(100, 1000, (1, context), device=where)
     cache = model.new_cache(1, context + 128)
     model.prefill(cache, ids)

@@ -284,7 +284,9 @@ class SpeculativeDecoder:
         tree, mask = self.stages.draft(batch, clock)
         with clock("verify"):
             logits, features = self.stages.verify(batch, tree, mask)
-            path, lengths, bonus = walk(tree, mask, batch.choose(tree, mask, logits))
+            choices = batch.choose(tree, mask, logits)
+        with clock("commit"):
+            path, lengths, bonus = walk(tree, mask, choices)
             tokens = tree.token_ids.gather(1, path)
             # The one wait of a round: which paths were accepted.
             outcome = torch.cat([tree.sizes[:, None], lengths[:, None], bonus[:, None], path, tokens], dim=1).tolist()
