@@ -51,6 +51,7 @@ class SpeculativeDecoder:
         record: Record | None = None,
     ):
         self.settings, self.economy, self.record = settings or DraftSettings(), economy, record
+        self.startup_seconds: dict[str, float] = {}  # "read": the models; "prepare": for speed, see :mod:`pctree.loading`
         self._kept: Batch | None = None  # the last one, with its recordings
         self.settings.validate(drafter)
         if self.settings.budget == "auto" and economy is None:
@@ -103,7 +104,10 @@ class SpeculativeDecoder:
         if found is not None and compile == "auto":
             compile = found.compile
         pair = load_pair(target, drafter, settings, dtype=dtype, device=device, compile=compile)
-        return cls(*pair, settings, None if found is None else found.economy, recorder(compile))
+        economy = None if found is None else found.economy
+        decoder = cls(pair.target, pair.drafter, pair.tokenizer, settings, economy, recorder(compile))
+        decoder.startup_seconds = pair.seconds
+        return decoder
 
     def with_settings(self, *, economy: Economy | None = None, **changes: Any) -> SpeculativeDecoder:
         """The same models, read in another way: ``decoder.with_settings(method="ar")``."""

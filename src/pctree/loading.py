@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -130,21 +133,15 @@ def check_tokenizers(drafter_tokenizer: Any, target_tokenizer: Any, drafter_name
         )
 
 
-def load_draft(drafter: str, dtype: torch.dtype, device: torch.device, compile: str = "auto") -> AnyDrafter:
+def load_draft(drafter: str, dtype: torch.dtype, device: torch.device) -> AnyDrafter:
     """A drafter by name, not yet bound to a target."""
-    loaded = load_drafter(local_folder(drafter, "drafter"), dtype=dtype, device=device)
-    if check_compile(compile, device) != "off":
-        loaded.fuse()
-    return loaded
+    return load_drafter(local_folder(drafter, "drafter"), dtype=dtype, device=device)
 
 
-def load_target(target: str, dtype: torch.dtype, device: torch.device, compile: str = "auto") -> tuple[PreTrainedModel, Any]:
+def load_target(target: str, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, Any]:
     """A target model by name, and its tokenizer (None where it has none)."""
     folder = local_folder(target, "target")
-    model = load_model(folder, dtype, device)
-    if check_compile(compile, device) != "off":
-        fuse(model)
-    return model, load_tokenizer(folder)
+    return load_model(folder, dtype, device), load_tokenizer(folder)
 
 
 def bind(draft: AnyDrafter, drafter: str, model: PreTrainedModel, tokenizer: Any, target: str) -> TargetModel:
@@ -160,6 +157,30 @@ def bind(draft: AnyDrafter, drafter: str, model: PreTrainedModel, tokenizer: Any
     return tapped
 
 
+def prepare(
+    model: PreTrainedModel, tokenizer: Any, target: str, drafts: Mapping[str, AnyDrafter], compile: str
+) -> dict[str, TargetModel]:
+    """Bind drafters, by name, to a target, all prepared for speed as ``compile`` says; the target as each of them taps it."""
+    if compile == "off":
+        return {name: bind(draft, name, model, tokenizer, target) for name, draft in drafts.items()}
+    for part in (model, *drafts.values()):
+        fuse(part) if isinstance(part, PreTrainedModel) else part.fuse()
+    tapped = {name: bind(draft, name, model, tokenizer, target) for name, draft in drafts.items()}
+    if model.device.type == "cpu":
+        enlarge()
+    return tapped
+
+
+@dataclass
+class Pair:
+    """What :func:`load_pair` gives; ``seconds`` says what reading the models took, and preparing them for speed."""
+
+    target: TargetModel
+    drafter: AnyDrafter | None
+    tokenizer: Any
+    seconds: dict[str, float]
+
+
 def load_pair(
     target: str,
     drafter: str | None,
@@ -168,23 +189,20 @@ def load_pair(
     dtype: str | torch.dtype = "auto",
     device: str = "auto",
     compile: str = "auto",
-) -> tuple[TargetModel, AnyDrafter | None, Any]:
+) -> Pair:
     """Target, drafter and tokenizer, checked against each other. ``method="ar"`` loads no drafter."""
     if settings.method not in METHODS:
         settings.validate(None)
     torch_dtype, torch_device = resolve_dtype(dtype), resolve_device(device)
     check_compile(compile, torch_device)
-    draft: AnyDrafter | None = None
+    began = time.perf_counter()
+    drafts = {}
     if drafter is not None and settings.method != "ar":
-        draft = load_draft(drafter, torch_dtype, torch_device, compile)
+        drafts[drafter] = load_draft(drafter, torch_dtype, torch_device)
+    draft = drafts.get(drafter or "")
     settings.validate(draft)  # before the target, which is the larger one
-    model, tokenizer = load_target(target, torch_dtype, torch_device, compile)
-    fitting = TargetModel(model) if draft is None else bind(draft, str(drafter), model, tokenizer, target)
-    settle(torch_device, compile)
-    return fitting, draft, tokenizer
-
-
-def settle(device: torch.device, compile: str) -> None:
-    """When all models are loaded: large pages for those in the processor's memory."""
-    if device.type == "cpu" and compile != "off":
-        enlarge()
+    model, tokenizer = load_target(target, torch_dtype, torch_device)
+    read = time.perf_counter()
+    tapped = prepare(model, tokenizer, target, drafts, compile)
+    fitting = tapped[drafter] if drafter in tapped else TargetModel(model)
+    return Pair(fitting, draft, tokenizer, {"read": read - began, "prepare": time.perf_counter() - read})

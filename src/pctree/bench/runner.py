@@ -28,7 +28,7 @@ from pctree.drafters import AnyDrafter
 from pctree.economy import Economy
 from pctree.errors import PCTreeError, UsageError
 from pctree.graphs import recorder
-from pctree.loading import bind, load_draft, load_target, resolve_device, resolve_dtype, settle
+from pctree.loading import check_compile, load_draft, load_target, prepare, resolve_device, resolve_dtype
 from pctree.methods import DraftSettings
 from pctree.params import SamplingParams
 from pctree.profiles import find_profile
@@ -68,12 +68,15 @@ def load_decoders(
 ) -> tuple[dict[Cell, SpeculativeDecoder], dict[str, AnyDrafter]]:
     """A decoder for every cell (its budget filled in, if it is a chain), and the drafters; each model is loaded once."""
     dtype = resolve_dtype(config.dtype)
+    loaded: dict[str, AnyDrafter] = {}
     drafts: dict[str, AnyDrafter] = {}
     complete: list[Cell] = []
     for cell in cells:
         if cell.drafter is not None:
-            if cell.drafter not in drafts:
-                drafts[cell.drafter] = load_draft(str(config.drafters[cell.drafter]), dtype, device, config.compile)
+            source = str(config.drafters[cell.drafter])
+            if source not in loaded:
+                loaded[source] = load_draft(source, dtype, device)
+            drafts[cell.drafter] = loaded[source]
             if cell.is_chain:
                 cell = replace(cell, budget=drafts[cell.drafter].config.draft_length + 1)
         try:
@@ -88,9 +91,10 @@ def load_decoders(
         known = cell.drafter is not None and drafts[cell.drafter].config.enable_confidence_head
         return replace(cell.settings(), record_confidence=whole_chain and known)
 
-    model, tokenizer = load_target(config.target, dtype, device, config.compile)
-    tapped = {name: bind(draft, str(config.drafters[name]), model, tokenizer, config.target) for name, draft in drafts.items()}
-    settle(device, config.compile)
+    model, tokenizer = load_target(config.target, dtype, device)
+    check_compile(config.compile, device)
+    bound = prepare(model, tokenizer, config.target, loaded, config.compile)
+    tapped = {name: bound[str(config.drafters[name])] for name in drafts}
     plain, record = TargetModel(model), recorder(config.compile)
     decoders = {
         cell: SpeculativeDecoder(plain, None, tokenizer, settings(cell), record=record)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +123,7 @@ def command(
     else:
         print(readable(result))
     if stats:
-        err.print(summary(result))
+        err.print(summary(result, decoder.startup_seconds))
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None, prompt_ids: str | None) -> str | list[int]:
@@ -178,8 +178,8 @@ def token_shower(tokenizer: Any) -> Callable[[int], str]:
     return show
 
 
-def summary(result: Generation) -> str:
-    """What was measured, in three lines."""
+def summary(result: Generation, startup_seconds: Mapping[str, float]) -> str:
+    """What was measured, in four lines."""
     stats = result.stats
     stages = ", ".join(f"{stage} {ms:.1f}" for stage, ms in stats.stage_ms.items())
     return (
@@ -187,6 +187,7 @@ def summary(result: Generation) -> str:
         f"{stats.acceptance_length:.2f}, {stats.tree_nodes:.0f} nodes a round ({result.finish_reason})\n"
         f"{stats.tokens_per_second:.1f} tokens/s after a first token at {stats.time_to_first_token_ms:.0f} ms "
         f"({result.prompt_tokens} prompt tokens)\n"
-        f"milliseconds a round: {stages}"
+        f"milliseconds a round: {stages}\n"
+        f"before that: models read in {startup_seconds['read']:.1f} s, prepared for speed in {startup_seconds['prepare']:.1f} s"
         + (f"\nrecording graphs took {stats.recording_ms:.0f} ms, once" if stats.recording_ms else "")
     )

@@ -52,7 +52,8 @@ def command(
     from pctree.loading import load_pair
     from pctree.methods import DraftSettings
 
-    model, _, tokenizer = load_pair(target, None, DraftSettings("ar"), dtype=dtype, device=device)
+    pair = load_pair(target, None, DraftSettings("ar"), dtype=dtype, device=device)
+    model, tokenizer = pair.target, pair.tokenizer
     if tokenizer is None:
         raise UsageError(f"target {target} has no tokenizer; synth needs its chat template")
     output.parent.mkdir(parents=True, exist_ok=True)

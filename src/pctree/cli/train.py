@@ -51,7 +51,7 @@ def command(
     from pctree.targets import TargetModel
     from pctree.train.features import feature_store
 
-    plain, _, _ = load_pair(target, None, DraftSettings("ar"), dtype="bfloat16", device=device, compile="off")
+    plain = load_pair(target, None, DraftSettings("ar"), dtype="bfloat16", device=device, compile="off").target
     model = TargetModel(plain.model, chosen.target_layer_ids or default_layer_ids(len(plain.layers)))
     with progress_bar() as bar, graceful_stop() as stopped:
         task = bar.add_task("features", total=None, note="")
