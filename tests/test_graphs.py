@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from replay import record
 
 from pctree import METHODS, DraftSettings, SpeculativeDecoder, TargetModel, UsageError
-from pctree.economy import Economy
-from pctree.graphs import ROWS, Graphs, cuda_graph, row_bucket, span_bucket
+from pctree.economy import ROWS, Economy
+from pctree.graphs import Graphs, cuda_graph, row_bucket, span_bucket
 
 PROMPTS = [tiny.prompt(1, 8), tiny.prompt(2, 5), tiny.prompt(3, 11)]
 READINGS = {name: {"method": name} for name in METHODS if name != "eagle3"} | {

@@ -21,7 +21,9 @@ from torch import Tensor
 
 from pctree.tree import DraftTree
 
-MOST_NODES = 64  # that an automatic budget considers
+# What rows of a forward come in where their number is ours to choose: a library prepares itself for every shape that it meets.
+ROWS = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+MOST_NODES = ROWS[-1]  # that an automatic budget considers
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,14 @@ class Economy:
         log_probs, shares = zip(*self.calibration, strict=True)
         return torch.tensor(log_probs), torch.tensor(shares)
 
-    def _costs(self, requests: int, nodes: int) -> Tensor:
-        """Of rounds with 1 … ``nodes`` nodes a request."""
-        return self._once(
-            ("costs", requests, nodes), lambda: torch.tensor([self.cost(requests * count) for count in range(1, nodes + 1)])
-        )
+    def _choices(self, requests: int, nodes: int) -> tuple[Tensor, Tensor]:
+        """How many of ``nodes`` nodes a request can be verified, and what such rounds cost."""
+
+        def work_out() -> tuple[Tensor, Tensor]:
+            counts = [*(rows for rows in ROWS if rows < nodes), nodes]
+            return torch.tensor(counts), torch.tensor([self.cost(requests * count) for count in counts])
+
+        return self._once(("choices", requests, nodes), work_out)
 
     def _once(self, key: Any, work_out: Callable[[], Any]) -> Any:
         """What every round asks for is worked out for the first one."""
@@ -118,9 +123,10 @@ class Economy:
         requests, nodes = tree.token_ids.shape
         gains = self.chances(tree.log_probs)
         gains[:, 0] = 1.0  # the bonus token
-        expected, costs, rate = gains.sum(0).cumsum(0), self._costs(requests, nodes).to(gains.device), self.rate(requests)
-        best = (expected / costs if rate is None else expected - rate * costs).argmax()
-        return tree.cut((torch.arange(nodes, device=best.device) <= best).expand(requests, -1))
+        counts, costs = (choice.to(gains.device) for choice in self._choices(requests, nodes))
+        expected, rate = gains.sum(0).cumsum(0)[counts - 1], self.rate(requests)
+        best = counts[(expected / costs if rate is None else expected - rate * costs).argmax()]
+        return tree.cut((torch.arange(nodes, device=best.device) < best).expand(requests, -1))
 
 
 def calibrate(seen: Sequence[tuple[float, bool]], bins: int = 64) -> list[tuple[float, float]]:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pctree.economy import ROWS
 from pctree.targets import FixedCache, KVCache
 
-ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 SHORTEST_SPAN = 256
 
 # Takes a function that reads and writes the same memory at every call; gives what repeats it, and its outputs.

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 
 from pctree.decoder import SpeculativeDecoder
-from pctree.economy import MOST_NODES, Economy, calibrate
+from pctree.economy import MOST_NODES, ROWS, Economy, calibrate
 from pctree.methods import METHODS, DraftSettings
 
-VERIFY_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 CONTEXT = 256
 CONFIRMED = 3  # of the predicted settings
 
@@ -72,13 +71,13 @@ def readings_for(decoder: SpeculativeDecoder) -> list[DraftSettings]:
 def verify_costs(decoder: SpeculativeDecoder, repeats: int = 9) -> dict[int, float]:
     """Median milliseconds of a verify forward by its rows, measured in turn."""
     target = decoder.target
-    length = min(CONTEXT, target.max_length - max(VERIFY_ROWS) - 1)
+    length = min(CONTEXT, target.max_length - max(ROWS) - 1)
     ids = torch.arange(length, device=target.device)[None] % target.vocab_size
-    cache = target.new_cache(1, length + max(VERIFY_ROWS))
+    cache = target.new_cache(1, length + max(ROWS))
     target.prefill(cache, ids)
-    times: dict[int, list[float]] = {rows: [] for rows in VERIFY_ROWS}
+    times: dict[int, list[float]] = {rows: [] for rows in ROWS}
     for _ in range(repeats + 1):
-        for rows in VERIFY_ROWS:
+        for rows in ROWS:
             mask = torch.ones(1, rows, rows, dtype=torch.bool, device=target.device).tril()
             depths = torch.arange(rows, device=target.device)[None]
             began = time.perf_counter()
@@ -118,7 +117,7 @@ def predict(reading: Reading, verify_ms: dict[int, float]) -> list[tuple[float, 
     economy = Economy(verify_ms, reading.overhead_ms)
     chain = METHODS[reading.settings.method].chain or reading.settings.top_k == 1
     found = []
-    for budget in (len(reading.committed),) if chain else VERIFY_ROWS[1:]:
+    for budget in (len(reading.committed),) if chain else ROWS[1:]:
         if budget <= len(reading.committed):
             rate = 1e3 * reading.committed[budget - 1] / economy.cost(budget)
             found.append((rate, with_budget(reading.settings, budget)))
