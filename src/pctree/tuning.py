@@ -6,6 +6,7 @@ So a few decodings and the cost of a verify forward by its rows predict all sett
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ import torch
 
 from pctree.decoder import SpeculativeDecoder
 from pctree.economy import MOST_NODES, ROWS, Economy, calibrate
-from pctree.methods import METHODS, DraftSettings
+from pctree.methods import METHODS, Block, DraftSettings
 
 CONTEXT = 256
 CONFIRMED = 3  # of the predicted settings
@@ -44,7 +45,6 @@ class Reading:
     settings: DraftSettings
     committed: list[float]
     overhead_ms: float  # a round without its verify forward
-    layer_ms: float = 0.0  # of the tree
     seen: list[tuple[float, bool]] = field(default_factory=list)  # log path probability of a node, and whether it was accepted
 
 
@@ -87,12 +87,32 @@ def verify_costs(decoder: SpeculativeDecoder, repeats: int = 9) -> dict[int, flo
     return {rows: median(values[1:]) for rows, values in times.items()}
 
 
+@torch.inference_mode()
+def layer_cost(decoder: SpeculativeDecoder, settings: DraftSettings, repeats: int = 9) -> float:
+    """Milliseconds of growing a tree by another layer: the whole tree less the first layer, shared by the others."""
+    target, drafter = decoder.target, decoder.drafter
+    assert drafter is not None
+    length = min(CONTEXT, target.max_length // 2)
+    ids = torch.arange(length, device=target.device)[None] % target.vocab_size
+    context = drafter.new_cache(1, length, settings.most_nodes)
+    _, features = target.prefill(target.new_cache(1, length), ids)
+    drafter.extend(context, features, ids)
+    times: dict[float, list[float]] = {-math.inf: [], 0.0: []}  # by the floor that ends growth: never, and at once
+    for _ in range(repeats + 1):
+        for floor, taken in times.items():
+            block = Block(drafter, context, ids[:, -1], *drafter.draft_block(context, ids[:, -1]))
+            began = time.perf_counter()
+            settings.grow(block, floor=floor).token_ids.cpu()
+            taken.append(1e3 * (time.perf_counter() - began))
+    whole, first = (median(taken[1:]) for taken in times.values())
+    return max(0.0, whole - first) / max(1, drafter.config.draft_length - 1)
+
+
 def read(decoder: SpeculativeDecoder, settings: DraftSettings, prompts: Sequence[Any], tokens: int) -> Reading:
     """Decode the sample with these settings."""
     reader = decoder.with_settings(**asdict(settings))
     accepted: Counter[int] = Counter()  # rounds in which the node of this number was on the path
-    overheads, layers, seen, rounds, nodes = [], [], [], 0, 0
-    assert reader.drafter is not None
+    overheads, seen, rounds, nodes = [], [], 0, 0
     for prompt in prompts:
         request = reader.request(prompt, max_new_tokens=tokens)
         for _, done in reader.decode([request]):
@@ -107,9 +127,8 @@ def read(decoder: SpeculativeDecoder, settings: DraftSettings, prompts: Sequence
         stats = request.stats
         if stats.rounds:
             overheads.append(1e3 * stats.seconds / stats.rounds - stats.stage_ms["verify"])
-            layers.append(stats.stage_ms["tree"] / reader.drafter.config.draft_length)
     committed = [total / max(1, rounds) for total in accumulate(accepted[node] for node in range(nodes))]
-    return Reading(settings, committed, median(overheads or [0.0]), median(layers or [0.0]), seen)
+    return Reading(settings, committed, median(overheads or [0.0]), seen)
 
 
 def predict(reading: Reading, verify_ms: dict[int, float]) -> list[tuple[float, DraftSettings]]:
@@ -191,7 +210,11 @@ def tune(
     trees = [pair for pair in predicted if not METHODS[pair[1].method].chain]
     # The chain comes first among the readings, and every drafter can be read as some tree.
     reading = next(r for r in readings if with_budget(r.settings, 1) == with_budget(trees[0][1], 1))
-    economy = Economy(verify_ms, reading.overhead_ms, calibrate(reading.seen), reading.committed, reading.layer_ms)
+    # A path's probability means the same whatever k the tree was grown with.
+    kind = (reading.settings.method, reading.settings.candidates)
+    seen = [node for r in readings if (r.settings.method, r.settings.candidates) == kind for node in r.seen]
+    layer_ms = layer_cost(decoder, reading.settings)
+    economy = Economy(verify_ms, reading.overhead_ms, calibrate(seen), reading.committed, layer_ms)
     chain = with_budget(settings[0], len(readings[0].committed))
     first = trees[0][1]
     tried = [decoder.with_settings(**asdict(each)) for each in (DraftSettings("ar"), chain, *(s for _, s in trees[:CONFIRMED]))]
