@@ -21,7 +21,7 @@ import torch
 import typer
 from rich.table import Table
 from torch import nn
-from transformers import BaseStreamer
+from transformers.generation.streamers import BaseStreamer
 
 from pctree import SpeculativeDecoder
 from pctree.bench.tasks import read_file, select

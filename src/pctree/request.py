@@ -40,7 +40,8 @@ class Request:
         self.prompt_ids, self.params, self.limit, self.stop_ids = list(prompt_ids), params, limit, set(stop_ids)
         self.tokenizer, self.device = tokenizer, torch.device(device)
         self.token_ids: list[int] = []
-        self.text: str | None = None if tokenizer is None else ""
+        self._text: tuple[int, str] = (0, "")  # of so many tokens; worked out when somebody asks
+        self._end: int | None = None  # where a stop string cuts it
         self.finish_reason: str | None = None
         self.stats = Statistics()
         self.prefix_ids: list[int] = []  # tokens that processors see before the prompt and the target does not: padding
@@ -108,8 +109,6 @@ class Request:
                 self.finish_reason, counted = "stop", index + 1
             if self.finish_reason is not None:
                 break
-        if self.tokenizer is not None and not self.params.stop_strings:
-            self.text = self._decode(self.token_ids)
         if self.stats.new_tokens:
             self.stats.acceptance_lengths.append(counted)
         self.stats.new_tokens = len(self.token_ids)
@@ -119,27 +118,31 @@ class Request:
         ids = self._ids([*self.prefix_ids, *self.prompt_ids, *self.token_ids])[None]
         return bool(torch.as_tensor(criteria(ids, None)).any())
 
-    def _decode(self, token_ids: list[int]) -> str:
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+    @property
+    def text(self) -> str | None:
+        """All tokens as text, before the first stop string; None where there is no tokenizer."""
+        if self.tokenizer is None:
+            return None
+        if self._text[0] != len(self.token_ids):
+            self._text = len(self.token_ids), self.tokenizer.decode(self.token_ids, skip_special_tokens=True)
+        return self._text[1][: self._end]
 
     def _reached_stop_string(self) -> bool:
-        """Whether the text now contains a stop string; cuts the text before the first one."""
+        """Whether the text now contains a stop string; cuts it before the first one."""
         strings = self.params.stop_strings
         if not strings:
             return False
-        self.text = self._decode(self.token_ids)
-        found = [at for string in strings if (at := self.text.find(string)) >= 0]
-        if not found:
-            return False
-        self.text = self.text[: min(found)]
-        return True
+        text = self.text or ""
+        self._end = min((at for string in strings if (at := text.find(string)) >= 0), default=None)
+        return self._end is not None
 
     @property
     def ready_text(self) -> str | None:
         """The text that can be shown: no half character, and nothing that may yet turn out to begin a stop string."""
-        if self.text is None or self.finish_reason is not None:
-            return self.text
-        text = self.text.rstrip(UNFINISHED)
+        text = self.text
+        if text is None or self.finish_reason is not None:
+            return text
+        text = text.rstrip(UNFINISHED)
         held = 0
         for string in self.params.stop_strings:
             longest = next((n for n in range(min(len(string) - 1, len(text)), 0, -1) if text.endswith(string[:n])), 0)

@@ -36,8 +36,11 @@ class DraftVocabulary:
         if self.reshape is not None:
             logits = self._reshaped(logits.float(), self.reshape)
         values, places = likeliest(logits, min(count, logits.shape[-1]))
-        log_probs = values.float() - logits.float().logsumexp(-1, keepdim=True)
-        return log_probs, places if self.ids is None else self.ids[places]
+        values = values.float()
+        # The log-sum-exp, whose maximum is known already.
+        total = (logits - values[..., :1]).exp_().sum(-1, keepdim=True).log_()
+        log_probs = values - values[..., :1] - total
+        return log_probs, places if self.ids is None else self.ids.take(places)
 
     def _reshaped(self, logits: Tensor, reshape: Reshape) -> Tensor:
         if self.ids is None:
@@ -116,7 +119,7 @@ class ShortlistScorer(MarkovScorer):
         values, places = logits.topk(min(count, logits.shape[-1]), dim=-1)
         log_probs = values - torch.logaddexp(logits.logsumexp(-1, keepdim=True), self.rest[:, slot])
         children = self.places[:, slot].expand(*logits.shape).gather(-1, places)
-        return log_probs, children if self.vocabulary.ids is None else self.vocabulary.ids[children], states
+        return log_probs, children if self.vocabulary.ids is None else self.vocabulary.ids.take(children), states
 
 
 class SharedMarkovScorer:

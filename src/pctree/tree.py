@@ -66,10 +66,10 @@ class DraftTree:
         """Bool [R, N, N], true where the column is the row itself or an ancestor of it; ``depth`` bounds all depths."""
         requests, nodes = self.parents.shape
         itself = torch.eye(nodes, device=self.parents.device).expand(requests, -1, -1)
-        # Nodes that a path of at most `reach` steps leads to; each product doubles the reach.
+        # Where a walk of at most `reach` steps leads to, and in how many ways; each product doubles the reach.
         reached, reach = itself.scatter(2, self.parents[..., None], 1.0), 1
         while reach < depth:
-            reached, reach = (reached @ reached).clamp_max(1.0), 2 * reach
+            reached, reach = reached @ reached, 2 * reach
         return reached > 0
 
 
@@ -143,8 +143,8 @@ def grow_tree(
             # A node that will not be among the best may be expanded in vain: its children are no better than it is.
             chosen = best(scores[-1], width)
             frontier, frontier_scores = tokens[-1].gather(1, chosen), scores[-1].gather(1, chosen)
-            # Every child starts from the state that its parent's step left.
-            states = states.gather(1, (chosen // shape[2])[..., None].expand(-1, -1, states.shape[-1]))
+            if states.shape[-1]:  # every child starts from the state that its parent's step left
+                states = states.gather(1, (chosen // shape[2])[..., None].expand(-1, -1, states.shape[-1]))
             frontier_places = chosen + known
             if floor > -math.inf and not bool((frontier_scores > floor).any()):
                 break
