@@ -191,8 +191,8 @@ def pair(
     for name, mine in stats.items():
         stage = {key: median(s.stage_ms[key] for s in mine) for key in ("draft", "tree", "verify", "commit")}
         whole = median(1e3 * s.seconds / s.rounds for s in mine)
-        rest = whole - sum(stage.values())
-        overhead = (stage["tree"] + stage["commit"] + rest) / whole
+        rest = median(1e3 * s.seconds / s.rounds - sum(s.stage_ms.values()) for s in mine)
+        overhead = median(1 - (s.stage_ms["draft"] + s.stage_ms["verify"]) * s.rounds / (1e3 * s.seconds) for s in mine)
         tau, rate = median(s.acceptance_length for s in mine), median(s.tokens_per_second for s in mine)
         rows.append(
             {"name": name, **stage, "rest": rest, "round": whole, "overhead": overhead, "tau": tau, "tokens_per_second": rate}

@@ -98,7 +98,7 @@ def test_a_tree_that_stops_growing_is_the_tops_of_the_whole_one():
     anchors = torch.tensor([3])
     whole = grow_tree(scorer, anchors, top_k=3, budget=64)
     deepest = []
-    for floor in (-1.0, -6.0, -12.0, -100.0):
+    for floor in (-1.0, -6.0, -12.0, -math.inf):
         grown = grow_tree(scorer, anchors, top_k=3, budget=64, floor=floor)
         depth = int(grown.depths.max())
         deepest.append(depth)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 
 import pytest
@@ -118,6 +119,30 @@ def check_tree(tree: DraftTree, anchors: Tensor, budget: int) -> None:
 scorers = st.builds(
     PathScorer, requests=st.integers(1, 3), vocab=st.integers(2, 5), depth=st.integers(1, 4), seed=st.integers(0, 10**6)
 )
+
+
+@settings(max_examples=300)
+@given(scorer=scorers, top_k=st.integers(1, 7), budget=st.integers(1, 40), exact=st.booleans())
+def test_a_host_that_looks_on_leaves_the_tree_as_it_is(scorer, top_k, budget, exact):
+    asked = []
+    propose = scorer.propose
+    scorer.propose = lambda depth, *args: asked.append(depth) or propose(depth, *args)
+    anchors = torch.arange(scorer.requests) % scorer.vocab
+    whole = grow_tree(scorer, anchors, top_k=top_k, budget=budget, exact=exact)
+    layers = len(asked)
+    stopped = grow_tree(scorer, anchors, top_k=top_k, budget=budget, exact=exact, floor=-math.inf)
+    assert len(asked) - layers <= layers
+    for mine, theirs in zip(vars(stopped).values(), vars(whole).values(), strict=True):
+        assert mine is theirs is None or mine.equal(theirs)
+
+
+def test_growth_ends_when_no_child_can_be_among_the_best():
+    scorer = PathScorer(requests=1, vocab=5, depth=4, seed=0)
+    asked = []
+    propose = scorer.propose
+    scorer.propose = lambda depth, *args: asked.append(depth) or propose(depth, *args)
+    grow_tree(scorer, torch.tensor([0]), top_k=5, budget=3, floor=-math.inf)
+    assert len(asked) < 4
 
 
 @settings(max_examples=300)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -152,7 +151,7 @@ class DraftSettings:
     def reads_confidence(self) -> bool:
         return self.confidence_threshold > 0 or self.record_confidence
 
-    def grow(self, block: Block, reshape: Reshape | None = None, floor: float = -math.inf) -> DraftTree:
+    def grow(self, block: Block, reshape: Reshape | None = None, floor: float | None = None) -> DraftTree:
         """The tree that one draft forward gives under these settings, with the most nodes that they allow; ``reshape``
         reshapes the drafter's logits, and ``floor`` ends growth, see :func:`pctree.tree.grow_tree`.
         """

@@ -56,11 +56,11 @@ class Stages:
         tree = self.settings.grow(block)
         return tree, tree.ancestor_mask(self.drafter.config.draft_length)
 
-    def _floor(self, requests: int) -> float:
-        """Where an automatic budget stops growing. On a GPU asking after every layer costs more than it saves."""
-        if self.economy is None or self.settings.budget != "auto" or self.target.device.type != "cpu":
-            return -math.inf
-        return self.economy.floor(requests)
+    def _floor(self, requests: int) -> float | None:
+        """Where growing a tree may stop. On a GPU asking after every layer costs more than it saves."""
+        if self.target.device.type != "cpu":
+            return None
+        return self.economy.floor(requests) if self.economy is not None and self.settings.budget == "auto" else -math.inf
 
     def verify(self, batch: Batch, tree: DraftTree, mask: Tensor) -> tuple[Tensor, Tensor]:
         """The target's logits [R, N, V] and context features [R, N, m·H] after every node."""

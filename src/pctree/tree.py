@@ -100,6 +100,14 @@ def best(scores: Tensor, count: int) -> Tensor:
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
+def worth_growing(scores: Tensor, frontier_scores: Tensor, budget: int, floor: float) -> bool:
+    """Whether a child of the frontier may be among the ``budget`` best: none is better than its parent."""
+    if scores.shape[1] >= budget:
+        last = scores.topk(budget, dim=1).values[:, -1:].clamp_min(floor)
+        return bool((frontier_scores > last).any())
+    return floor == -math.inf or bool((frontier_scores > floor).any())
+
+
 def grow_tree(
     scorer: Scorer,
     anchors: Tensor,
@@ -107,7 +115,7 @@ def grow_tree(
     top_k: int = 4,
     budget: int = 32,
     exact: bool = False,
-    floor: float = -math.inf,
+    floor: float | None = None,
 ) -> DraftTree:
     """The best tree of at most ``budget`` nodes, layer by layer (PCTree, section 3; DDTree for ``exact``).
 
@@ -120,8 +128,9 @@ def grow_tree(
         anchors: token ids [R] of the roots.
         top_k: children per parent and frontier width; ignored if ``exact``.
         budget: most nodes, root included. The tree has fewer where there are fewer candidates.
-        floor: growing ends with the first layer that has no path log-probability above this, which the host waits for; the
-            default waits for nothing and grows all layers.
+        floor: None grows all layers and waits for nothing. A number lets the host look after every layer, and ends growing when
+            no node of the frontier is among the ``budget`` best so far, which leaves the tree as it would have been, or has a
+            path log-probability above the number (minus infinity: leave nothing out).
     """
     width = budget - 1 if exact else top_k
     root = torch.zeros_like(anchors)[:, None]
@@ -146,7 +155,7 @@ def grow_tree(
             if states.shape[-1]:  # every child starts from the state that its parent's step left
                 states = states.gather(1, (chosen // shape[2])[..., None].expand(-1, -1, states.shape[-1]))
             frontier_places = chosen + known
-            if floor > -math.inf and not bool((frontier_scores > floor).any()):
+            if floor is not None and not worth_growing(torch.cat(scores, dim=1), frontier_scores, budget, floor):
                 break
         known += shape[1] * shape[2]
     every_score = torch.cat(scores, dim=1)

@@ -6,7 +6,6 @@ So a few decodings and the cost of a verify forward by its rows predict all sett
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -97,7 +96,7 @@ def layer_cost(decoder: SpeculativeDecoder, settings: DraftSettings, repeats: in
     context = drafter.new_cache(1, length, settings.most_nodes)
     _, features = target.prefill(target.new_cache(1, length), ids)
     drafter.extend(context, features, ids)
-    times: dict[float, list[float]] = {-math.inf: [], 0.0: []}  # by the floor that ends growth: never, and at once
+    times: dict[float | None, list[float]] = {None: [], 0.0: []}  # by the floor that ends growth: never, and at once
     for _ in range(repeats + 1):
         for floor, taken in times.items():
             block = Block(drafter, context, ids[:, -1], *drafter.draft_block(context, ids[:, -1]))
