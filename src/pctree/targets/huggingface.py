@@ -34,7 +34,7 @@ class TreeAttention:
 
     cache: KVCache
     window: Window
-    mask: Tensor  # [R, 1, groups * n, span], additive, in the model's dtype
+    mask: Tensor | None  # [R, 1, groups * n, span], additive, in the model's dtype; None: all see all
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
         requests, heads, rows, head_dim = query.shape
@@ -197,7 +197,9 @@ class TargetModel:
         """
         requests, rows = token_ids.shape
         window = cache.window(rows)
-        attention = TreeAttention(cache, window, self._additive_mask(window, mask))
+        # One row behind requests of one length sees all there is.
+        all_visible = rows == 1 and window.even
+        attention = TreeAttention(cache, window, None if all_visible else self._additive_mask(window, mask))
         # A node past the context can never be committed; at its true position, though, it could rescale a dynamic rotary
         # embedding for all rows.
         positions = (window.lengths[:, None] + offsets).clamp_max(self.max_length - 1)
