@@ -47,13 +47,12 @@ def pytest_collection_modifyitems(config, items):
 def mode(request):
     """Every decoder of the run works in the mode that ``--mode`` names, as far as its settings leave that open."""
     import replay
+    import tiny
 
     from pctree import DraftSettings, SpeculativeDecoder, packing
-    from pctree.economy import Economy
 
     chosen = request.config.getoption("--mode")
     build = SpeculativeDecoder.__init__
-    economy = Economy({1: 4.0, 64: 30.0}, 3.0, committed=[1.0, 1.3, 1.5, 1.6], layer_ms=0.3)
 
     def built(self, target, drafter=None, tokenizer=None, settings=None, known=None, record=None, **named):
         settings, known, record = settings or DraftSettings(), named.get("economy", known), named.get("record", record)
@@ -63,11 +62,12 @@ def mode(request):
         elif chosen == "candidates" and getattr(drafter, "markov_head", None) is not None and not settings.candidates:
             settings = replace(settings, candidates=max(16, settings.top_k))
         elif chosen == "auto" and settings.method != "ar":
-            settings, known = replace(settings, budget="auto"), known or economy
+            settings, known = replace(settings, budget="auto"), known or tiny.ECONOMY
         build(self, target, drafter, tokenizer, settings, known, record)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SpeculativeDecoder, "__init__", built)
+        if chosen not in ("default", "off"):
+            patch.setattr(SpeculativeDecoder, "__init__", built)
         if chosen == "off":
             patch.setattr(packing, "can_pack", lambda linear: False)
             patch.setattr("pctree.fused.can_pack", lambda linear: False)

@@ -18,7 +18,15 @@ from pctree.scorers import BaseScorer
 from pctree.tree import DraftTree, grow_tree
 
 SIZES = [1, 2, 4, 6, 7]  # of a tree of 7 nodes that are verified
-PRICED = Economy({1: 4.0, 64: 30.0}, 3.0, committed=[1.0, 1.3, 1.5, 1.6], layer_ms=0.3)
+rounds = given(
+    rows=st.lists(st.lists(st.floats(-8, 0), min_size=6, max_size=6), min_size=1, max_size=3),
+    per_row=st.floats(0.0, 5.0), fixed=st.floats(1.0, 50.0),
+)  # fmt: skip
+
+
+def expected_tokens(rows: list[list[float]], count: int) -> float:
+    """What requests with these path log-probabilities expect of their first ``count`` nodes."""
+    return sum(1 + sum(torch.tensor(row[1:count]).exp().tolist()) for row in rows)
 
 
 def chain_of(log_probs: list[list[float]]) -> DraftTree:
@@ -27,25 +35,18 @@ def chain_of(log_probs: list[list[float]]) -> DraftTree:
     return DraftTree(tokens, (tokens - 1).clamp_min(0), tokens, scores)
 
 
-@given(
-    rows=st.lists(st.lists(st.floats(-8, 0), min_size=6, max_size=6), min_size=1, max_size=3),
-    per_row=st.floats(0.0, 5.0), fixed=st.floats(1.0, 50.0),
-)  # fmt: skip
+@rounds
 def test_the_prefix_has_the_most_expected_tokens_a_second(rows, per_row, fixed):
     rows = [[0.0, *sorted(row, reverse=True)] for row in rows]
     economy = Economy({1: per_row, 101: 101 * per_row}, fixed)
     kept = economy.trim(chain_of(rows)).nodes
     rates = []
     for count in SIZES:
-        expected = sum(1 + sum(torch.tensor(row[1:count]).exp().tolist()) for row in rows)
-        rates.append(expected / (fixed + per_row * count * len(rows)))
+        rates.append(expected_tokens(rows, count) / (fixed + per_row * count * len(rows)))
     assert rates[SIZES.index(kept)] == pytest.approx(max(rates), rel=1e-5)
 
 
-@given(
-    rows=st.lists(st.lists(st.floats(-8, 0), min_size=6, max_size=6), min_size=1, max_size=3),
-    per_row=st.floats(0.0, 5.0), fixed=st.floats(1.0, 50.0),
-)  # fmt: skip
+@rounds
 def test_where_time_has_a_price_the_prefix_earns_the_most(rows, per_row, fixed):
     rows = [[0.0, *sorted(row, reverse=True)] for row in rows]
     committed = [1.0, 1.7, 2.1, 2.2]
@@ -56,7 +57,7 @@ def test_where_time_has_a_price_the_prefix_earns_the_most(rows, per_row, fixed):
 
     price = max(len(rows) * tokens / cost(count) for count, tokens in enumerate(committed, 1))
     kept = economy.trim(chain_of(rows)).nodes
-    earned = [sum(1 + sum(torch.tensor(row[1:n]).exp().tolist()) for row in rows) - price * cost(n) for n in SIZES]
+    earned = [expected_tokens(rows, n) - price * cost(n) for n in SIZES]
     assert earned[SIZES.index(kept)] == pytest.approx(max(earned), rel=1e-4, abs=1e-4)
 
 
@@ -155,7 +156,7 @@ def test_the_text_is_the_targets_whatever_is_verified(method, requests):
     model = tiny.target(seed=3)
     draft = tiny.drafter(model, "gated", seed=2)
     draft.future, draft.boost = tiny.plain(model, tiny.prompt(1, 8), 60)[0], 0.0
-    reader = tiny.decoder(model, draft, method, economy=PRICED, budget="auto")
+    reader = tiny.decoder(model, draft, method, economy=tiny.ECONOMY, budget="auto")
     prompts = [tiny.prompt(seed, 8) for seed in range(requests)]
     expected = reader.with_settings(method="ar", budget=1).generate(prompts, max_new_tokens=30)
     for mine, plain in zip(reader.generate(prompts, max_new_tokens=30), expected, strict=True):

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Co
 
 from pctree import DraftSettings, DraftTree, DSparkDrafter, Round, SpeculativeDecoder, TargetModel
 from pctree.drafters import DrafterConfig, Eagle3Drafter
+from pctree.economy import Economy
 from pctree.targets import KVCache
 
 # How much of the random testing is done: the other modes repeat what the default one has tried at length.
@@ -23,6 +24,10 @@ DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 500.0}
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 32}  # fmt: skip
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+# Costs of rounds and what they commit, for an automatic budget.
+ECONOMY = Economy({1: 4.0, 64: 30.0}, 3.0, committed=[1.0, 1.3, 1.5, 1.6], layer_ms=0.3)
 
 
 def examples(most: int) -> settings:

@@ -307,9 +307,8 @@ class SpeculativeDecoder:
             self.target.commit(batch.cache, path, taken)
             batch.anchors.copy_(bonus)
         with clock("draft"):
-            committed_features = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))
             following = torch.cat([tokens[:, 1:], bonus[:, None]], dim=1).scatter(1, lengths[:, None] - 1, bonus[:, None])
-            self.stages.extend(batch, committed_features, following, taken)
+            self.stages.extend(batch, features, path, following, taken)
         return rounds
 
 

@@ -44,17 +44,20 @@ class Stages:
                 tree = self.settings.trim(tree.clone(), self.economy)  # callers keep it
                 return tree, mask[:, : tree.nodes, : tree.nodes]
         with clock("draft"):
-            block = Block(drafter, context, anchors, *drafter.draft_block(context, anchors))
+            block = self._block(context, anchors)
         with clock("tree"):
             tree = self.settings.trim(self.settings.grow(block, reshape, self._floor(len(anchors))), self.economy)
             return tree, tree.ancestor_mask(drafter.config.draft_length)
 
     def grow(self, context: KVCache, anchors: Tensor) -> tuple[DraftTree, Tensor]:
         """The draft forward, the tree and its mask, in one piece that can be recorded."""
-        assert self.drafter is not None
-        block = Block(self.drafter, context, anchors, *self.drafter.draft_block(context, anchors))
+        block = self._block(context, anchors)
         tree = self.settings.grow(block)
-        return tree, tree.ancestor_mask(self.drafter.config.draft_length)
+        return tree, tree.ancestor_mask(block.drafter.config.draft_length)
+
+    def _block(self, context: KVCache, anchors: Tensor) -> Block:
+        assert self.drafter is not None
+        return Block(self.drafter, context, anchors, *self.drafter.draft_block(context, anchors))
 
     def _floor(self, requests: int) -> float | None:
         """Where growing a tree may stop. On a GPU asking after every layer costs more than it saves."""
@@ -72,20 +75,25 @@ class Stages:
         logits, features = batch.graphs(batch.cache, rows, self.target.verify, token_ids, depths, mask)
         return logits[:, : tree.nodes], features[:, : tree.nodes]
 
-    def extend(self, batch: Batch, features: Tensor, next_ids: Tensor, counts: Tensor) -> None:
-        """Give the drafter the features [R, n, m·H] of committed tokens and the tokens [R, n] that follow them, of which
-        ``counts`` [R] count.
+    def extend(self, batch: Batch, features: Tensor, path: Tensor, next_ids: Tensor, counts: Tensor) -> None:
+        """Give the drafter the features of committed tokens, and the tokens that follow them.
+
+        Args:
+            features: [R, N, m·H] of all nodes.
+            path: [R, N] nodes that were committed, of which ``counts`` [R] count; ``next_ids`` [R, N] follow them.
         """
         context, drafter = batch.context, self.drafter
         if context is None or drafter is None:
             return
-        if batch.graphs is None or drafter.config.autoregressive:
-            most = int(counts.max())
-            drafter.extend(context, features[:, :most], next_ids[:, :most], counts)
-        else:
-            most = drafter.config.draft_length + 1  # one shape for all rounds
-            batch.graphs(context, min(most, features.shape[1]), drafter.extend, features[:, :most], next_ids[:, :most])
+        recorded = batch.graphs is not None and not drafter.config.autoregressive
+        most = drafter.config.draft_length + 1 if recorded else int(counts.max())  # one shape for all recorded rounds
+        path, next_ids = path[:, :most], next_ids[:, :most]
+        committed = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))
+        if batch.graphs is not None and recorded:
+            batch.graphs(context, path.shape[1], drafter.extend, committed, next_ids)
             context.advance(counts)
+        else:
+            drafter.extend(context, committed, next_ids, counts)
 
 
 def root_only(anchors: Tensor) -> DraftTree:

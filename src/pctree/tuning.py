@@ -218,8 +218,8 @@ def tune(
     first = trees[0][1]
     tried = [decoder.with_settings(**asdict(each)) for each in (DraftSettings("ar"), chain, *(s for _, s in trees[:CONFIRMED]))]
     tried.append(decoder.with_settings(economy=economy, **asdict(with_budget(first, "auto"))))
-    modes = list(others or {})
-    tried += [(others or {})[mode].with_settings(**asdict(first)) for mode in modes]
+    others = others or {}
+    tried += [other.with_settings(**asdict(first)) for other in others.values()]
     total, done = len(tried) * len(prompts), 0
 
     def step() -> None:
@@ -228,7 +228,7 @@ def tune(
         progress("confirming", done, total)
 
     confirmed = confirm(tried, prompts, max_new_tokens, step)
-    for mode, other in zip(modes, confirmed[len(confirmed) - len(modes) :], strict=True):
+    for mode, other in zip(others, confirmed[len(confirmed) - len(others) :], strict=True):
         other.compile = mode
     best = max(confirmed[1:], key=lambda each: each.tokens_per_second)
     return Tuned(best, economy, confirmed, predicted)

@@ -68,6 +68,7 @@ def load_decoders(
 ) -> tuple[dict[Cell, SpeculativeDecoder], dict[str, AnyDrafter]]:
     """A decoder for every cell (its budget filled in, if it is a chain), and the drafters; each model is loaded once."""
     dtype = resolve_dtype(config.dtype)
+    check_compile(config.compile, device)
     loaded: dict[str, AnyDrafter] = {}
     drafts: dict[str, AnyDrafter] = {}
     complete: list[Cell] = []
@@ -92,7 +93,6 @@ def load_decoders(
         return replace(cell.settings(), record_confidence=whole_chain and known)
 
     model, tokenizer = load_target(config.target, dtype, device)
-    check_compile(config.compile, device)
     bound = prepare(model, tokenizer, config.target, loaded, config.compile)
     tapped = {name: bound[str(config.drafters[name])] for name in drafts}
     plain, record = TargetModel(model), recorder(config.compile)
