@@ -8,13 +8,10 @@ eight are a chain of seven, thirty-two a tree.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from statistics import median
-
 import torch
 import typer
 from rich.table import Table
+from stages import alternate
 from torch import Tensor
 
 from pctree.cli.common import out
@@ -30,34 +27,25 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight.float() / scale[:, None]).round().to(torch.int8), scale.to(torch.bfloat16)
 
 
-def timed(call: Callable[[], object], repeats: int) -> float:
-    times = []
-    for _ in range(repeats + 2):
-        began = time.perf_counter()
-        call()
-        times.append(1e3 * (time.perf_counter() - began))
-    return median(times[2:])
-
-
 def main(rows: str = typer.Option("1,4,8,16,32", help="Rows of a forward."), repeats: int = typer.Option(10)) -> None:
     """Time both for every number of rows."""
     weights = [(0.02 * torch.randn(shape)).to(torch.bfloat16) for _ in range(LAYERS) for shape in SHAPES]
     packed = [PackedLinear(weight) for weight in weights]
     whole = [quantised(weight) for weight in weights]
     table = Table("rows", "packed bfloat16, ms", "int8, ms", title="all linear layers once", title_justify="left")
-    with torch.inference_mode():
-        for count in map(int, rows.split(",")):
-            inputs = {size: torch.randn(count, size).to(torch.bfloat16) for size in {k for _, k in SHAPES}}
+    for count in map(int, rows.split(",")):
+        inputs = {size: torch.randn(count, size).to(torch.bfloat16) for size in {k for _, k in SHAPES}}
 
-            def bfloat16(inputs: dict[int, Tensor] = inputs) -> None:
-                for layer in packed:
-                    layer(inputs[layer.in_features])
+        def bfloat16(inputs: dict[int, Tensor] = inputs) -> None:
+            for layer in packed:
+                layer(inputs[layer.in_features])
 
-            def int8(inputs: dict[int, Tensor] = inputs) -> None:
-                for weight, scale in whole:
-                    torch.ops.aten._weight_int8pack_mm(inputs[weight.shape[1]], weight, scale)
+        def int8(inputs: dict[int, Tensor] = inputs) -> None:
+            for weight, scale in whole:
+                torch.ops.aten._weight_int8pack_mm(inputs[weight.shape[1]], weight, scale)
 
-            table.add_row(str(count), f"{timed(bfloat16, repeats):.1f}", f"{timed(int8, repeats):.1f}")
+        times = alternate({"bfloat16": bfloat16, "int8": int8}, torch.device("cpu"), repeats)
+        table.add_row(str(count), f"{times['bfloat16']:.1f}", f"{times['int8']:.1f}")
     out.print(table)
 
 
