@@ -187,6 +187,17 @@ def test_k_8_is_no_better_unless_the_interval_says_so():
     assert claims(swept([6, 2, 3, 3]))[0].verdict == HOLDS
 
 
+def test_a_verdict_against_the_paper_says_why():
+    """First drafts are accepted in 2 of 4 rounds at B = 7, in 1 of 4 at B = 16."""
+    chains = [record("dspark", "b7", lengths=[1, 1, 3, 8]), record("dspark", "b16", lengths=[1, 1, 1, 3])]
+    trees = [record("pctree", "b7", top_k=k, lengths=n, index=i) for k, n in ((4, [3]), (8, [5])) for i in range(2)]
+    wide, long = claims(study_of([*chains, *trees]))
+    assert (wide.verdict, long.verdict) == (FAILS, FAILS)
+    assert "first draft is accepted in 50 % of its rounds" in wide.evidence[0]
+    assert "25.0 % of the rounds accept all drafts" in long.evidence[0]
+    assert "first draft is accepted in 50 % and 25 %" in long.evidence[0]
+
+
 # --- the report ---------------------------------------------------------------------------------------------------------
 
 

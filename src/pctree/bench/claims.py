@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from pctree.bench.formatting import gain as show_gain
 from pctree.bench.formatting import number, percent
-from pctree.bench.measures import Estimate, acceptance_by_depth, speedup_gain, tau_gain
+from pctree.bench.measures import Estimate, acceptance_by_depth, length_distribution, speedup_gain, tau_gain
 from pctree.bench.study import Cell, Study
 
 Measure = Callable[[Cell, "str | None"], "float | None"]
@@ -73,6 +73,12 @@ def wide_trees(study: Study) -> Claim | None:
             f"{number(study.tau(by_k[8]))} at k = 8, difference {show_gain(gain)}"
             + (f"; AR speedup differs by {show_gain(faster)}." if faster else ".")
         )
+        chain = study.main_cell("dspark", by_k[4].drafter)
+        if verdicts[-1] == FAILS and chain is not None:
+            evidence[-1] += (
+                f" The chain's first draft is accepted in {percent(_first(study, chain))} of its rounds: the less often the "
+                "likeliest child is right, the more a wider tree has to gain."
+            )
     return _claim("k = 8 gives no more τ than k = 4.", verdicts, evidence)
 
 
@@ -93,11 +99,13 @@ def long_blocks(study: Study) -> Claim | None:
             continue
         verdicts.append(_verdict(failing, _is_gain(gain)))
         full = acceptance_by_depth(study.of(before), min(by_block))[-1]
+        firsts = [percent(_first(study, cell)) for cell in (before, after)]
         evidence.append(
             f"{before.name}: mean τ {number(study.tau(before))} at B = {min(by_block)}, {number(study.tau(after))} at "
             f"B = {max(by_block)}, difference {show_gain(gain)}; larger on "
             f"{_of(tasks, failing)}. At B = {min(by_block)}, {percent(full, 1)} of the rounds accept all drafts, "
-            "and only those can gain from more."
+            f"and only those can gain from more. The first draft is accepted in {firsts[0]} and {firsts[1]}: a drafter that is "
+            "worse there loses what its longer block could gain."
         )
     return _claim("A larger block size B gives a larger τ.", verdicts, evidence)
 
@@ -185,6 +193,11 @@ def _tasks(measure: Measure, tasks: Sequence[str], cells: Sequence[Cell]) -> tup
 
 def _rising(values: Sequence[float | None]) -> bool:
     return all(a is not None and b is not None and a < b for a, b in pairwise(values))
+
+
+def _first(study: Study, cell: Cell) -> float:
+    """The share of rounds that accept at least one draft."""
+    return 1 - length_distribution(study.of(cell), 1)[0]
 
 
 def _verdict(failing: Sequence[str], in_the_mean: bool) -> str:
