@@ -80,11 +80,16 @@ def test_the_tree_commits_more_than_the_chain(decoder):
     assert 1.3 < lengths["dspark"] < lengths["pctree"]
 
 
-def test_the_drafter_travels_with_the_package():
-    folder = smollm2.drafter_path()
+@pytest.mark.parametrize("name", smollm2.DRAFTERS)
+def test_the_drafters_travel_with_the_package(name):
+    folder = smollm2.drafter_path(name)
     assert (folder / "model.safetensors").stat().st_size <= 45e6
     assert (folder / "README.md").exists()
     assert (folder / "draft_vocabulary.json").exists()
+
+
+def test_the_drafters_are_small_together():
+    assert sum(file.stat().st_size for file in smollm2.drafter_path().parent.rglob("*.safetensors")) <= 130e6
 
 
 def test_a_wrong_gguf_is_refused(tmp_path):
