@@ -78,9 +78,17 @@ def describe(path: Path) -> dict[str, Any]:
 
 def sentence(facts: dict[str, Any]) -> str:
     """The facts in words."""
-    head = f"a {facts['markov_head']} Markov head of rank {facts['markov_rank']}" if facts["markov_head"] else "no Markov head"
-    confidence = "a confidence head" if facts["confidence_head"] else "no confidence head"
     name = {"dspark": "DSpark", "dflash": "DFlash", "eagle3": "EAGLE-3"}[facts["method"]]
+    article = "An" if name.startswith("E") else "A"
+    stack = f"{facts['layers']} layer{'s' if facts['layers'] > 1 else ''} of width {facts['hidden_size']}"
+    if facts["method"] == "eagle3":
+        drafts = f"{facts['drafted_tokens']} tokens a draft, each from a forward of {stack}"
+    else:
+        head = (
+            f"a {facts['markov_head']} Markov head of rank {facts['markov_rank']}" if facts["markov_head"] else "no Markov head"
+        )
+        confidence = "a confidence head" if facts["confidence_head"] else "no confidence head"
+        drafts = f"{facts['drafted_tokens']} tokens a block from {stack}, {head}, {confidence}"
     frozen = "its own" if facts["own_output_head"] else "the target's"
     layers = ", ".join(map(str, facts["target_layer_ids"]))
     target = f"{facts['vocabulary']:,} tokens"
@@ -88,9 +96,7 @@ def sentence(facts: dict[str, Any]) -> str:
         target = f"{facts['target_layers']} layers and {target}"
     if facts["draft_vocabulary"] != facts["vocabulary"]:
         target += f" ({facts['draft_vocabulary']:,} of which it drafts)"
-    article = "An" if name.startswith("E") else "A"
     return (
-        f"{article} {name} drafter ({facts['layout']} layout): {facts['drafted_tokens']} tokens a block from "
-        f"{facts['layers']} layers of width {facts['hidden_size']}, {head}, {confidence}; it reads layers {layers} of a target "
-        f"of {target}, and uses {frozen} output head."
+        f"{article} {name} drafter ({facts['layout']} layout): {drafts}; it reads layers {layers} of a target of {target}, and "
+        f"uses {frozen} output head."
     )
