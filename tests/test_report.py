@@ -151,7 +151,7 @@ def test_a_confidence_threshold_has_a_section_of_its_own():
 
 def test_every_claim_is_tested_on_the_whole_matrix(whole):
     found = claims(whole)
-    assert len(found) == 6
+    assert len(found) == 7
     assert {claim.verdict for claim in found} <= {HOLDS, IN_PART, FAILS}
     assert all(claim.evidence for claim in found)
 
@@ -196,6 +196,22 @@ def test_a_verdict_against_the_paper_says_why():
     assert "first draft is accepted in 50 % of its rounds" in wide.evidence[0]
     assert "25.0 % of the rounds accept all drafts" in long.evidence[0]
     assert "first draft is accepted in 50 % and 25 %" in long.evidence[0]
+
+
+def test_eagle3_is_met_at_its_best():
+    """The fastest cells of both are compared, whatever their N."""
+    speeds = {("pctree", "b7", 4, 16): 20.0, ("pctree", "b7", 4, 32): 18.0,
+              ("eagle3", "eagle3", 1, 8): 15.0, ("eagle3", "eagle3", 4, 32): 22.0}  # fmt: skip
+    records = [record("ar", index=i, tokens_per_second=10.0) for i in range(2)] + [
+        record(method, drafter, index=i, top_k=k, budget=n, lengths=[2], tokens_per_second=speed)
+        for (method, drafter, k, n), speed in speeds.items() for i in range(2)
+    ]  # fmt: skip
+    claim = claims(study_of(records))[-1]
+    assert "EAGLE-3" in claim.statement
+    assert claim.verdict == FAILS
+    assert "PCTree (b7, k = 4, N = 16): τ 2.00" in claim.evidence[0]
+    assert "2.00×; EAGLE-3 tree (eagle3, k = 4, N = 32)" in claim.evidence[0]
+    assert "2.20×" in claim.evidence[0]
 
 
 # --- the report ---------------------------------------------------------------------------------------------------------

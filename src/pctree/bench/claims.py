@@ -30,7 +30,7 @@ class Claim:
 
 def claims(study: Study) -> list[Claim]:
     """Every claim that the records can test."""
-    tests = (ordering, wide_trees, long_blocks, against_ddtree, speed, best_budget_speed)
+    tests = (ordering, wide_trees, long_blocks, against_ddtree, speed, best_budget_speed, against_eagle3)
     return [claim for test in tests if (claim := test(study)) is not None]
 
 
@@ -171,6 +171,34 @@ def best_budget_speed(study: Study) -> Claim | None:
     return _claim("At its best N, PCTree's mean AR speedup is above the chain's (a bar of our own).", verdicts, evidence)
 
 
+def against_eagle3(study: Study) -> Claim | None:
+    """At their best k and N, PCTree is faster than EAGLE-3."""
+    verdicts, evidence = [], []
+    for drafter in study.drafters:
+        mine = _fastest(study, [cell for cell in study.speculating if (cell.method, cell.drafter) == ("pctree", drafter)])
+        others = [c for c in study.speculating if c.method == "eagle3" and mine is not None and c.block_size == mine.block_size]
+        theirs = _fastest(study, others)
+        if mine is None or theirs is None:
+            continue
+        tasks, failing = _tasks(study.speedup, study.tasks, [theirs, mine])
+        gain = speedup_gain(study.of(theirs), study.of(mine), study.plain)
+        verdicts.append(_verdict(failing, _is_gain(gain)))
+        told = "; ".join(
+            f"{cell}: τ {number(study.tau(cell))}, {number(_drafting_ms(study, cell), 1)} ms a round to draft, "
+            f"{number(study.speedup(cell))}×"
+            for cell in (mine, theirs)
+        )
+        evidence.append(f"{told}; difference {show_gain(gain)}; faster on {_of(tasks, failing)}.")
+        chains = [study.main_cell("dspark", drafter), next((cell for cell in others if cell.chain), None)]
+        shares = [percent(_first(study, cell)) for cell in chains if cell is not None]
+        if len(shares) == 2:
+            evidence[-1] += (
+                f" As chains, their first drafts are accepted in {shares[0]} and {shares[1]} of the rounds: that far the "
+                "drafters themselves differ, before any tree."
+            )
+    return _claim("At its best N, PCTree is faster than EAGLE-3 at its best (a comparison of our own).", verdicts, evidence)
+
+
 # --- helpers ------------------------------------------------------------------------------------------------------------
 
 
@@ -193,6 +221,17 @@ def _tasks(measure: Measure, tasks: Sequence[str], cells: Sequence[Cell]) -> tup
 
 def _rising(values: Sequence[float | None]) -> bool:
     return all(a is not None and b is not None and a < b for a, b in pairwise(values))
+
+
+def _fastest(study: Study, cells: Sequence[Cell]) -> Cell | None:
+    """The cell with the largest speedup of those that decode as the paper does."""
+    timed = [cell for cell in cells if cell.of_the_paper and study.speedup(cell) is not None]
+    return max(timed, key=lambda cell: study.speedup(cell) or 0.0, default=None)
+
+
+def _drafting_ms(study: Study, cell: Cell) -> float:
+    """Milliseconds a round before its verify: backbone, head and tree."""
+    return study.summary(cell).stage_ms["draft"] + study.summary(cell).stage_ms["tree"]
 
 
 def _first(study: Study, cell: Cell) -> float:
