@@ -173,6 +173,8 @@ def test_a_claim_holds_on_every_task_in_the_mean_or_not(mbpp, gsm8k, verdict):
 def test_methods_on_different_tasks_test_no_claim():
     trees = [record("shared-markov", "b7", "mbpp"), record("pctree", "b7", "mbpp")]
     assert claims(study_of([record("dspark", "b7", "gsm8k"), *trees])) == []
+    plain = [record("ar", task=task) for task in ("gsm8k", "mbpp")]
+    assert claims(study_of([record("eagle3", "eagle3", "gsm8k"), *trees, *plain])) == []
 
 
 def test_k_8_is_no_better_unless_the_interval_says_so():

@@ -181,6 +181,8 @@ def against_eagle3(study: Study) -> Claim | None:
         if mine is None or theirs is None:
             continue
         tasks, failing = _tasks(study.speedup, study.tasks, [theirs, mine])
+        if not tasks:
+            continue
         gain = speedup_gain(study.of(theirs), study.of(mine), study.plain)
         verdicts.append(_verdict(failing, _is_gain(gain)))
         told = "; ".join(
