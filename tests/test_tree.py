@@ -121,12 +121,18 @@ scorers = st.builds(
 )
 
 
+def layers_asked(scorer: PathScorer) -> list[int]:
+    """The depths that the scorer is asked for from now on."""
+    asked: list[int] = []
+    propose = scorer.propose
+    scorer.propose = lambda depth, *args: asked.append(depth) or propose(depth, *args)
+    return asked
+
+
 @settings(max_examples=300)
 @given(scorer=scorers, top_k=st.integers(1, 7), budget=st.integers(1, 40), exact=st.booleans())
 def test_a_host_that_looks_on_leaves_the_tree_as_it_is(scorer, top_k, budget, exact):
-    asked = []
-    propose = scorer.propose
-    scorer.propose = lambda depth, *args: asked.append(depth) or propose(depth, *args)
+    asked = layers_asked(scorer)
     anchors = torch.arange(scorer.requests) % scorer.vocab
     whole = grow_tree(scorer, anchors, top_k=top_k, budget=budget, exact=exact)
     layers = len(asked)
@@ -138,9 +144,7 @@ def test_a_host_that_looks_on_leaves_the_tree_as_it_is(scorer, top_k, budget, ex
 
 def test_growth_ends_when_no_child_can_be_among_the_best():
     scorer = PathScorer(requests=1, vocab=5, depth=4, seed=0)
-    asked = []
-    propose = scorer.propose
-    scorer.propose = lambda depth, *args: asked.append(depth) or propose(depth, *args)
+    asked = layers_asked(scorer)
     grow_tree(scorer, torch.tensor([0]), top_k=5, budget=3, floor=-math.inf)
     assert len(asked) < 4
 

@@ -85,15 +85,15 @@ class Stages:
         context, drafter = batch.context, self.drafter
         if context is None or drafter is None:
             return
-        recorded = batch.graphs is not None and not drafter.config.autoregressive
-        most = drafter.config.draft_length + 1 if recorded else int(counts.max())  # one shape for all recorded rounds
+        graphs = None if drafter.config.autoregressive else batch.graphs
+        most = int(counts.max()) if graphs is None else drafter.config.draft_length + 1  # one shape for all recorded rounds
         path, next_ids = path[:, :most], next_ids[:, :most]
         committed = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))
-        if batch.graphs is not None and recorded:
-            batch.graphs(context, path.shape[1], drafter.extend, committed, next_ids)
-            context.advance(counts)
-        else:
+        if graphs is None:
             drafter.extend(context, committed, next_ids, counts)
+        else:
+            graphs(context, path.shape[1], drafter.extend, committed, next_ids)
+            context.advance(counts)
 
 
 def root_only(anchors: Tensor) -> DraftTree:

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from pctree.bench.formatting import gain as show_gain
 from pctree.bench.formatting import number, percent
-from pctree.bench.measures import Estimate, acceptance_by_depth, length_distribution, speedup_gain, tau_gain
+from pctree.bench.measures import Estimate, speedup_gain, tau_gain
 from pctree.bench.study import Cell, Study
 
 Measure = Callable[[Cell, "str | None"], "float | None"]
@@ -68,17 +68,18 @@ def wide_trees(study: Study) -> Claim | None:
         gain = tau_gain(study.of(by_k[4]), study.of(by_k[8]))
         faster = speedup_gain(study.of(by_k[4]), study.of(by_k[8]), study.plain)
         verdicts.append(FAILS if _is_above_zero(gain) else HOLDS)
-        evidence.append(
+        text = (
             f"{_named(study, by_k[4].drafter)}, {sweep.held}: mean τ {number(study.tau(by_k[4]))} at k = 4, "
             f"{number(study.tau(by_k[8]))} at k = 8, difference {show_gain(gain)}"
             + (f"; AR speedup differs by {show_gain(faster)}." if faster else ".")
         )
         chain = study.main_cell("dspark", by_k[4].drafter)
         if verdicts[-1] == FAILS and chain is not None:
-            evidence[-1] += (
-                f" The chain's first draft is accepted in {percent(_first(study, chain))} of its rounds: the less often the "
-                "likeliest child is right, the more a wider tree has to gain."
+            text += (
+                f" The chain's first draft is accepted in {percent(study.accepted(chain)[0])} of its rounds: the less often "
+                "the likeliest child is right, the more a wider tree has to gain."
             )
+        evidence.append(text)
     return _claim("k = 8 gives no more τ than k = 4.", verdicts, evidence)
 
 
@@ -98,8 +99,8 @@ def long_blocks(study: Study) -> Claim | None:
         if not tasks:
             continue
         verdicts.append(_verdict(failing, _is_gain(gain)))
-        full = acceptance_by_depth(study.of(before), min(by_block))[-1]
-        firsts = [percent(_first(study, cell)) for cell in (before, after)]
+        full = study.accepted(before)[-1]
+        firsts = [percent(study.accepted(cell)[0]) for cell in (before, after)]
         evidence.append(
             f"{before.name}: mean τ {number(study.tau(before))} at B = {min(by_block)}, {number(study.tau(after))} at "
             f"B = {max(by_block)}, difference {show_gain(gain)}; larger on "
@@ -157,10 +158,9 @@ def best_budget_speed(study: Study) -> Claim | None:
     verdicts, evidence = [], []
     for sweep in study.sweeps("N"):
         chain = study.main_cell("dspark", sweep.cells[0].drafter)
-        speeds = [(found, cell) for cell in sweep.cells if (found := study.speedup(cell)) is not None]
-        if sweep.name != "PCTree" or chain is None or not speeds:
+        best = _fastest(study, sweep.cells)
+        if sweep.name != "PCTree" or chain is None or best is None:
             continue
-        best = max(speeds, key=lambda pair: pair[0])[1]
         gain = speedup_gain(study.of(chain), study.of(best), study.plain)
         verdicts.append(HOLDS if _is_gain(gain) else FAILS)
         evidence.append(
@@ -185,19 +185,20 @@ def against_eagle3(study: Study) -> Claim | None:
             continue
         gain = speedup_gain(study.of(theirs), study.of(mine), study.plain)
         verdicts.append(_verdict(failing, _is_gain(gain)))
-        told = "; ".join(
+        text = "; ".join(
             f"{cell}: τ {number(study.tau(cell))}, {number(_drafting_ms(study, cell), 1)} ms a round to draft, "
             f"{number(study.speedup(cell))}×"
             for cell in (mine, theirs)
         )
-        evidence.append(f"{told}; difference {show_gain(gain)}; faster on {_of(tasks, failing)}.")
+        text += f"; difference {show_gain(gain)}; faster on {_of(tasks, failing)}."
         chains = [study.main_cell("dspark", drafter), next((cell for cell in others if cell.chain), None)]
-        shares = [percent(_first(study, cell)) for cell in chains if cell is not None]
+        shares = [percent(study.accepted(cell)[0]) for cell in chains if cell is not None]
         if len(shares) == 2:
-            evidence[-1] += (
+            text += (
                 f" As chains, their first drafts are accepted in {shares[0]} and {shares[1]} of the rounds: that far the "
                 "drafters themselves differ, before any tree."
             )
+        evidence.append(text)
     return _claim("At its best N, PCTree is faster than EAGLE-3 at its best (a comparison of our own).", verdicts, evidence)
 
 
@@ -234,11 +235,6 @@ def _fastest(study: Study, cells: Sequence[Cell]) -> Cell | None:
 def _drafting_ms(study: Study, cell: Cell) -> float:
     """Milliseconds a round before its verify: backbone, head and tree."""
     return study.summary(cell).stage_ms["draft"] + study.summary(cell).stage_ms["tree"]
-
-
-def _first(study: Study, cell: Cell) -> float:
-    """The share of rounds that accept at least one draft."""
-    return 1 - length_distribution(study.of(cell), 1)[0]
 
 
 def _verdict(failing: Sequence[str], in_the_mean: bool) -> str:

@@ -7,7 +7,7 @@ import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pctree.bench.measures import Estimate, acceptance_by_depth, length_distribution
+from pctree.bench.measures import Estimate, length_distribution
 from pctree.bench.study import Cell, Study
 from pctree.stats import STAGES
 
@@ -73,7 +73,7 @@ def depth_rows(study: Study) -> list[Row]:
     rows = []
     for cell in study.speculating:
         deepest = cell.block_size or 0
-        at_least = [1.0, *acceptance_by_depth(study.of(cell), deepest)]
+        at_least = [1.0, *study.accepted(cell)]
         exactly = length_distribution(study.of(cell), deepest + 1)
         for depth in range(deepest + 1):
             rows.append({**_named(study, cell), "depth": depth, "at_least": at_least[depth], "exactly": exactly[depth]})

@@ -12,7 +12,7 @@ from math import log2
 from typing import Any
 
 from pctree.bench.calibration import Bin
-from pctree.bench.measures import Estimate, acceptance_by_depth, tau_gain
+from pctree.bench.measures import Estimate, tau_gain
 from pctree.bench.study import Cell, Study, Sweep
 from pctree.bench.theme import COLOURS
 from pctree.stats import STAGES
@@ -229,8 +229,8 @@ def depth(study: Study) -> Any:
     figure, axes = _canvas(1, len(blocks), 3.5, sharey=True)
     for axis, (size, cells) in zip(axes[0], blocks.items(), strict=True):
         for cell, label in zip(cells, _labels(cells), strict=True):
-            shares = acceptance_by_depth(study.of(cell), size)
-            axis.plot(range(1, size + 1), [100 * share for share in shares], _line(cell), marker="o", markersize=3.5,
+            shares = [100 * share for share in study.accepted(cell)]
+            axis.plot(range(1, size + 1), shares, _line(cell), marker="o", markersize=3.5,
                       color=_colour(cell), label=label)  # fmt: skip
         axis.set_title(f"How deep a round gets, B = {size}")
         axis.set_xlabel("d: drafted tokens")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pctree.bench import checks, paper_sections, plots
 from pctree.bench.blocks import Block, Figure, Section, Table, Text, Tiles
 from pctree.bench.formatting import ABSENT, best_bold, gain, number, percent, times, with_interval
-from pctree.bench.measures import acceptance_by_depth, speedup_gain, tau_gain
+from pctree.bench.measures import speedup_gain, tau_gain
 from pctree.bench.study import Cell, Study
 from pctree.stats import STAGES
 
@@ -159,7 +159,7 @@ def depth(study: Study, draw: bool) -> Section | None:
     deepest = max(study.blocks())
     rows = []
     for cell in study.main:
-        shares = acceptance_by_depth(study.of(cell), cell.block_size or 0)
+        shares = study.accepted(cell)
         rows.append([str(cell), *map(percent, shares), *[""] * (deepest - len(shares))])
     blocks: list[Block] = [
         Text("The share of rounds that accept at least d drafted tokens, mean over tasks. One plus the sum of a row is its τ."),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import log2
 from typing import Any
 
-from pctree.bench.measures import Summary, summarise
+from pctree.bench.measures import Summary, acceptance_by_depth, summarise
 from pctree.bench.records import Record
 from pctree.methods import METHODS
 
@@ -193,6 +193,10 @@ class Study:
     def speedup(self, cell: Cell, task: str | None = None) -> float | None:
         found = self.summary(cell, task).speedup
         return found.value if found else None
+
+    def accepted(self, cell: Cell) -> list[float]:
+        """Share of rounds that accept at least d drafted tokens, for d = 1 … the cell's block size."""
+        return acceptance_by_depth(self.of(cell), cell.block_size or 0)
 
     def plain_steps(self, cell: Cell) -> float | None:
         """What a round of the cell costs, in steps of plain decoding."""

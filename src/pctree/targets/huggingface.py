@@ -197,9 +197,7 @@ class TargetModel:
         """
         requests, rows = token_ids.shape
         window = cache.window(rows)
-        # One row behind requests of one length sees all there is.
-        all_visible = rows == 1 and window.even
-        attention = TreeAttention(cache, window, None if all_visible else self._additive_mask(window, mask))
+        attention = TreeAttention(cache, window, self._additive_mask(window, mask))
         # A node past the context can never be committed; at its true position, though, it could rescale a dynamic rotary
         # embedding for all rows.
         positions = (window.lengths[:, None] + offsets).clamp_max(self.max_length - 1)
@@ -226,7 +224,9 @@ class TargetModel:
                 taps[index] = hidden
         return self.backbone.norm(hidden), taps
 
-    def _additive_mask(self, window: Window, mask: Tensor) -> Tensor:
+    def _additive_mask(self, window: Window, mask: Tensor) -> Tensor | None:
+        if mask.shape[1] == 1 and window.even:  # one row behind requests of one length sees all there is
+            return None
         visible = visible_rows(window, mask)
         additive = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
         additive.masked_fill_(~visible, torch.finfo(self.dtype).min)
