@@ -65,7 +65,7 @@ def record(
         "top_k": top_k, "budget": budget, "frontier": None if chain or method in ("ar", "ddtree") else "capped",
         "temperature": 0.0, "candidates": 0, "confidence_threshold": 0.0, "dtype": "bfloat16", "max_new_tokens": 64,
         "task": task, "index": index, "repeat": 0, "prompt_sha256": f"{task}-{index}", "prompt_tokens": 50 + index,
-        "tokens": tokens, "token_ids": [], "finish_reason": "length", "seconds": seconds,
+        "tokens": tokens, "token_ids": list(range(tokens)), "finish_reason": "length", "seconds": seconds,
         "first_difference": None, "margin": None,
         "repeats_itself": False, "peak_memory_mb": 900.0 + nodes, "rounds": len(lengths),
         "acceptance_length": sum(lengths) / max(1, len(lengths)), "acceptance_lengths": lengths, "tree_nodes": nodes,

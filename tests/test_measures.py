@@ -18,6 +18,7 @@ from pctree.bench.measures import (
     length_distribution,
     mean_speedup,
     median_speedup,
+    on_shared_text,
     repeats_agree,
     speedup_gain,
     summarise,
@@ -104,6 +105,23 @@ def test_a_gain_is_paired_by_prompt():
     assert tau_gain(before, after) == Estimate(1.0, 1.0, 1.0)  # though τ itself varies a lot between prompts
     assert tau_gain(before[:2], [*after[1:], chain(9, [8])]) == Estimate(1.0)  # only prompt 1 is in both
     assert tau_gain(before[:1], after[1:]) is None
+
+
+def test_rounds_from_the_same_text_are_those_that_start_before_it_parts():
+    """The prefill's token, then rounds: a text that parts at token 4 was the same when the round at 4 started, not at 5."""
+    first = chain(0, [1, 2, 1, 6], token_ids=[7, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10])  # rounds start at 1, 2, 4, 5
+    second = chain(0, [3, 7], token_ids=[7, 1, 2, 3, 0, 0, 0, 0, 0, 0, 0])  # rounds start at 1, 4
+    only_there = chain(1, [2, 2])
+    cut = on_shared_text([first, only_there], [second])
+    assert [[record["acceptance_lengths"] for record in records] for records in cut] == [[[1, 2, 1]], [[3, 7]]]
+    assert first["acceptance_lengths"] == [1, 2, 1, 6]  # the records themselves are left alone
+    assert value(tau_gain(*cut)) == 10 / 2 - 4 / 3
+
+
+def test_the_same_texts_keep_all_their_rounds():
+    a, b = [chain(i, [2, 2, 2, 2]) for i in range(2)], [chain(i, [4, 4]) for i in range(2)]
+    assert on_shared_text(a, b) == [a, b]
+    assert on_shared_text(a, [chain(5, [1])]) == [[], []]
 
 
 # --- speed --------------------------------------------------------------------------------------------------------------

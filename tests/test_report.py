@@ -200,6 +200,35 @@ def test_a_verdict_against_the_paper_says_why():
     assert "first draft is accepted in 50 % and 25 %" in long.evidence[0]
 
 
+def test_a_loop_does_not_hide_the_order():
+    """Shared-Markov's text parts at token 4 and goes on in a loop, which its tree guesses whole."""
+    plain, loop = list(range(22)), [0, 1, 2, 3] + [5] * 18
+    texts = {"dspark": (plain, [1] * 21), "shared-markov": (loop, [1, 2, 2, 8, 8]), "pctree": (plain, [3] * 7)}
+    study = study_of([
+        record(method, "b7", index=i, token_ids=ids, lengths=lengths,
+               first_difference=4 if ids is loop else None, repeats_itself=ids is loop)
+        for method, (ids, lengths) in texts.items() for i in range(2)
+    ])  # fmt: skip
+    claim = claims(study)[0]
+    assert claim.verdict == FAILS
+    assert "gsm8k: 1.00, 4.20, 3.00 (texts in a loop: 0, 2, 0)." in claim.evidence[0]
+    assert "the same text the mean τ is 1.00, 1.67, 3.00; in this order on 1 of 1 tasks." in claim.evidence[0]
+
+
+def test_ddtree_is_met_with_its_own_frontier():
+    cells = [("ddtree", "dflash", None, "exact", (4, 1)), ("pctree", "b7", 4, "capped", (3, 3)),
+             ("pctree", "b7", None, "exact", (5, 5))]  # fmt: skip
+    claim = claims(study_of([
+        record(method, drafter, task, index=i, top_k=k, frontier=frontier, lengths=[n])
+        for method, drafter, k, frontier, lengths in cells
+        for task, n in zip(("gsm8k", "mbpp"), lengths, strict=True) for i in range(2)
+    ]))[-1]  # fmt: skip
+    assert (claim.verdict, len(claim.evidence)) == (IN_PART, 1)
+    assert "PCTree (b7, k = 4, N = 32): 3.00, difference +0.50" in claim.evidence[0]
+    assert "PCTree, exact frontier (b7, N = 32): 5.00, difference +2.50" in claim.evidence[0]
+    assert "On gsm8k 100 % of DDTree's rounds accept a draft of depth 1, and 100 % of PCTree's" in claim.evidence[0]
+
+
 def test_eagle3_is_met_at_its_best():
     """The fastest cells of both are compared, whatever their N."""
     speeds = {("pctree", "b7", 4, 16): 20.0, ("pctree", "b7", 4, 32): 18.0,

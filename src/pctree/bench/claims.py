@@ -6,12 +6,12 @@ Each claim looks for the cells that it needs; where they were not run it says no
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from pctree.bench.formatting import gain as show_gain
 from pctree.bench.formatting import number, percent
-from pctree.bench.measures import Estimate, speedup_gain, tau_gain
+from pctree.bench.measures import Estimate, acceptance_by_depth, on_shared_text, speedup_gain, tau, tau_gain
 from pctree.bench.study import Cell, Study
 
 Measure = Callable[[Cell, "str | None"], "float | None"]
@@ -53,8 +53,8 @@ def ordering(study: Study) -> Claim | None:
             f"{show_gain(steps[0])} and {show_gain(steps[1])}."
         )
         for task in failing:
-            text += f" {task}: {', '.join(number(study.tau(cell, task)) for cell in chosen)}."
-        evidence.append(text)
+            text += f" {task}: {', '.join(number(study.tau(cell, task)) for cell in chosen)}{_loops(study, chosen, task)}."
+        evidence.append(text + _on_shared_text(study, chosen))
     return _claim("PCTree's τ is above Shared-Markov's, and that above the chain's, on every task.", verdicts, evidence)
 
 
@@ -121,16 +121,29 @@ def against_ddtree(study: Study) -> Claim | None:
             theirs = study.main_cell("ddtree", other)
             if mine is None or theirs is None or mine.block_size != theirs.block_size or mine.budget != theirs.budget:
                 continue
-            gain = tau_gain(study.of(theirs), study.of(mine))
             tasks, failing = _tasks(study.tau, study.tasks, [theirs, mine])
             if not tasks:
                 continue
-            verdicts.append(_verdict(failing, _is_gain(gain)))
-            evidence.append(
-                f"{mine}: mean τ {number(study.tau(mine))}; {theirs}: {number(study.tau(theirs))}; difference "
-                f"{show_gain(gain)}; above on {_of(tasks, failing)}."
-            )
+            verdicts.append(_verdict(failing, _is_gain(tau_gain(study.of(theirs), study.of(mine)))))
+            evidence.append(f"{theirs}: mean τ {number(study.tau(theirs))}. {_above(study, theirs, mine)}")
+            exact = next((cell for cell in study.main if cell == replace(mine, top_k=None, frontier="exact")), None)
+            if exact is not None:
+                evidence[-1] += f" With an exact frontier, which DDTree's is: {_above(study, theirs, exact)}"
+            if failing:
+                first, second = (percent(_first_drafts(study, cell, failing)) for cell in (theirs, exact or mine))
+                evidence[-1] += (
+                    f" On {', '.join(failing)} {first} of DDTree's rounds accept a draft of depth 1, and {second} of PCTree's: "
+                    "there both know the parent, and the drafters' own probabilities decide."
+                )
     return _claim("PCTree's τ is above DDTree's with a DFlash drafter of the same block size.", verdicts, evidence)
+
+
+def _above(study: Study, theirs: Cell, mine: Cell) -> str:
+    """By how much, and on which tasks, a τ is above another."""
+    gain = tau_gain(study.of(theirs), study.of(mine))
+    tasks = _of(*_tasks(study.tau, study.tasks, [theirs, mine]))
+    shared = _on_shared_text(study, [theirs, mine])
+    return f"{mine}: {number(study.tau(mine))}, difference {show_gain(gain)}, above on {tasks}.{shared}"
 
 
 def speed(study: Study) -> Claim | None:
@@ -222,6 +235,27 @@ def _tasks(measure: Measure, tasks: Sequence[str], cells: Sequence[Cell]) -> tup
     return list(shared), [task for task, values in shared.items() if not _rising(values)]
 
 
+def _on_shared_text(study: Study, cells: Sequence[Cell]) -> str:
+    """The same comparison without what the texts differ in; nothing where they are the same."""
+    if not any(study.summary(cell).flips.parted for cell in cells):
+        return ""
+    shared = dict(zip(cells, on_shared_text(*map(study.of, cells)), strict=True))
+
+    def measure(cell: Cell, task: str | None) -> float | None:
+        found = tau([record for record in shared[cell] if task in (None, record["task"])])
+        return found.value if found else None
+
+    tasks, failing = _tasks(measure, study.tasks, cells)
+    means = ", ".join(number(measure(cell, None)) for cell in cells)
+    return f" In the rounds that start from the same text the mean τ is {means}; in this order on {_of(tasks, failing)}."
+
+
+def _loops(study: Study, cells: Sequence[Cell], task: str) -> str:
+    """How many of the texts repeat themselves: those are easy to draft, for whichever method wrote them."""
+    counts = [study.summary(cell, task).loops for cell in cells]
+    return f" (texts in a loop: {', '.join(map(str, counts))})" if any(counts) else ""
+
+
 def _rising(values: Sequence[float | None]) -> bool:
     return all(a is not None and b is not None and a < b for a, b in pairwise(values))
 
@@ -230,6 +264,12 @@ def _fastest(study: Study, cells: Sequence[Cell]) -> Cell | None:
     """The cell with the largest speedup of those that decode as the paper does."""
     timed = [cell for cell in cells if cell.of_the_paper and study.speedup(cell) is not None]
     return max(timed, key=lambda cell: study.speedup(cell) or 0.0, default=None)
+
+
+def _first_drafts(study: Study, cell: Cell, tasks: Sequence[str]) -> float:
+    """Share of rounds on these tasks that accept a draft."""
+    records = [record for record in study.of(cell) if record["task"] in tasks]
+    return acceptance_by_depth(records, cell.block_size or 1)[0]
 
 
 def _drafting_ms(study: Study, cell: Cell) -> float:

@@ -11,7 +11,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import accumulate, combinations
 from statistics import fmean, median
 
 import torch
@@ -124,6 +124,31 @@ def tau_gain(before: Iterable[Record], after: Iterable[Record]) -> Estimate | No
     """τ of ``after`` less τ of ``before``, on the prompts that both have."""
     first, second = _tokens_and_rounds(before), _tokens_and_rounds(after)
     return bootstrap({prompt: (*first[prompt], *second[prompt]) for prompt in first.keys() & second.keys()}, _ratio_gain)
+
+
+def on_shared_text(*cells: Iterable[Record]) -> list[list[Record]]:
+    """The records of several cells, each with only those of its rounds that start while the texts of all cells are the same.
+
+    Near-ties part the texts that methods write to one prompt, and of two texts one may be easier to draft (a loop, say). Rounds
+    that start from the same text were put the same question, so that what tells them apart is the method alone.
+    """
+    keyed = [{(record["task"], record["prompt_sha256"], record["repeat"]): record for record in records} for records in cells]
+    cut: list[list[Record]] = [[] for _ in cells]
+    for key in keyed[0]:
+        if not all(key in others for others in keyed):
+            continue
+        group = [records[key] for records in keyed]
+        shared = _shared_length([record["token_ids"] for record in group])
+        for kept, record in zip(cut, group, strict=True):
+            starts = accumulate(record["acceptance_lengths"], initial=1)  # the prefill's token is there before any round
+            rounds = zip(record["acceptance_lengths"], starts, strict=False)
+            kept.append({**record, "acceptance_lengths": [length for length, start in rounds if start <= shared]})
+    return cut
+
+
+def _shared_length(texts: Sequence[Sequence[int]]) -> int:
+    """How many tokens the texts share from their beginning."""
+    return next((i for i, tokens in enumerate(zip(*texts, strict=False)) if len(set(tokens)) > 1), min(map(len, texts)))
 
 
 def length_distribution(records: Iterable[Record], longest: int) -> list[float]:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from pctree.bench import checks, paper_sections, plots
 from pctree.bench.blocks import Block, Figure, Section, Table, Text, Tiles
 from pctree.bench.formatting import ABSENT, best_bold, gain, number, percent, times, with_interval
-from pctree.bench.measures import speedup_gain, tau_gain
+from pctree.bench.measures import on_shared_text, speedup_gain, tau, tau_gain
+from pctree.bench.records import Record
 from pctree.bench.study import Cell, Study
 from pctree.stats import STAGES
 
@@ -176,24 +177,37 @@ def decomposition(study: Study, draw: bool) -> Section | None:
     trios = {drafter: cells for drafter in study.drafters if (cells := study.trio(drafter)) is not None}
     if not trios:
         return None
+    parted = False
     blocks: list[Block] = [
         Text("A Shared-Markov tree has the chain's own distributions at every depth, so what it adds to the chain is branching "
              "alone. PCTree's tree of the same k and N scores each child for its own parent, so what it adds to that is parent "
              "conditioning. Differences are paired by prompt, with their 95 % intervals.")
     ]  # fmt: skip
-    for drafter, (chain, shared, tree) in trios.items():
-        rows = []
-        for task in (*study.tasks, None):
-            branching = tau_gain(study.of(chain, task), study.of(shared, task))
-            parents = tau_gain(study.of(shared, task), study.of(tree, task))
-            rows.append([task or MEAN, number(study.tau(chain, task)), gain(branching), gain(parents),
-                         number(study.tau(tree, task))])  # fmt: skip
-        headings = ["task", "chain τ", "branching", "parent conditioning", "PCTree τ"]
-        blocks.append(Table(headings, rows, f"{drafter}, B = {study.drafters[drafter]}, {tree.point}"))
+    for drafter, cells in trios.items():
+        records = [study.of(cell) for cell in cells]
+        title = f"{drafter}, B = {study.drafters[drafter]}, {cells[-1].point}"
+        blocks.append(_steps(study.tasks, records, title))
+        if any(study.summary(cell).flips.parted for cell in cells):
+            blocks.append(_steps(study.tasks, on_shared_text(*records), title + ", rounds that start from the same text"))
+            parted = True
+    if parted:
+        blocks.append(Text("Near-ties part the texts of a prompt, and of two texts one may be easier to draft. Rounds that "
+                           "start while all three texts are still the same differ by the method alone."))  # fmt: skip
     if draw:
         alt = "Bars: tokens a round added by branching and by parent conditioning on every task, with 95 % intervals."
         blocks.append(Figure("decomposition", alt, plots.draw(plots.decomposition, study, trios)))
     return Section("Decomposition: branching and parent conditioning", blocks)
+
+
+def _steps(tasks: Sequence[str], cells: Sequence[Sequence[Record]], title: str) -> Table:
+    """From the chain to Shared-Markov to PCTree, by task."""
+    rows = []
+    for task in (*tasks, None):
+        chain, shared, tree = ([record for record in records if task in (None, record["task"])] for records in cells)
+        first, last = tau(chain), tau(tree)
+        rows.append([task or MEAN, number(first.value if first else None), gain(tau_gain(chain, shared)),
+                     gain(tau_gain(shared, tree)), number(last.value if last else None)])  # fmt: skip
+    return Table(["task", "chain τ", "branching", "parent conditioning", "PCTree τ"], rows, title)
 
 
 def all_cells(study: Study) -> Section:
