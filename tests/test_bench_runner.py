@@ -19,6 +19,7 @@ from pctree.bench.machine import Shard
 from pctree.bench.records import identity, read_records
 from pctree.bench.runner import Bench, repeats_itself
 from pctree.bench.summary import acceptance_length
+from pctree.cli.common import out as console
 from pctree.drafters import save_drafter
 from pctree.economy import Economy
 from pctree.errors import CheckpointError, UsageError
@@ -336,7 +337,7 @@ def test_two_processes_give_the_totals_of_one(models, run, tmp_path, monkeypatch
     assert summary["cells"][0]["speedup"] == 1.0
 
 
-def test_the_command_shows_the_matrix_a_table_and_what_is_next(models, run, tmp_path):
+def test_the_command_shows_the_matrix_a_table_and_what_is_next(models, run, tmp_path, monkeypatch):
     arguments = command(models, tmp_path, "--method", "dspark,pctree", "--top-k", "1,3", "--per-task", "1")
     code, out, err = run(*arguments, "--dry-run")
     assert code == 0
@@ -348,9 +349,12 @@ def test_the_command_shows_the_matrix_a_table_and_what_is_next(models, run, tmp_
     assert f"pctree report {tmp_path}" in err
     for heading in ("alpha", "beta", "mean", "pctree b7 k=3 N=12", "1.00×"):
         assert heading in out
-    code, _, err = run(*arguments)
+    monkeypatch.setattr(console, "width", 50)
+    code, out, err = run(*arguments)
     assert code == 0
     assert "8 decodings, 0 to do" in err
+    assert "alpha" not in out
+    assert "mean over tasks" in out  # all that a narrow terminal can show
 
 
 def test_flags_win_over_a_file(models, run, tmp_path):

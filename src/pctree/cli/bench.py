@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -189,7 +189,11 @@ def report(bench: Bench, complete: bool, as_json: bool) -> None:
         facts = {"output": str(bench.output), "complete": complete, "decodings": len(wanted), "records": len(records)}
         print(json.dumps(facts | {"cells": rows}, ensure_ascii=False))
     else:
-        out.print(table(rows, bench))
+        tasks = list(dict.fromkeys(prompt.task for prompt in bench.prompts))
+        whole = table(rows, tasks)
+        # A narrow terminal gets the means alone, which can be read; the report has the tasks.
+        fits = out.measure(whole, options=out.options.update(width=1000)).maximum <= out.width
+        out.print(whole if fits or len(tasks) == 1 else table(rows, []))
     if not complete:
         say(f"Stopped: {len(records):,} of {len(wanted):,} decodings are in {bench.output}, with every prompt that was "
             "finished. Run the same command again to go on.")  # fmt: skip
@@ -198,17 +202,16 @@ def report(bench: Bench, complete: bool, as_json: bool) -> None:
     say(f"The whole report: pctree report {bench.output}")
 
 
-def table(rows: list[dict[str, Any]], bench: Bench) -> Table:
-    """A row a cell, a column a task: τ and the median speed over plain decoding."""
-    tasks = list(dict.fromkeys(prompt.task for prompt in bench.prompts))
+def table(rows: list[dict[str, Any]], tasks: Sequence[str]) -> Table:
+    """A row a cell, a column a task, and the mean over all: τ and the median speed over plain decoding."""
     made = Table(title="acceptance length τ, and speed over plain decoding (median over prompts)", title_justify="left")
     made.add_column("cell")
     for task in tasks:
         made.add_column(task, justify="right")
-    if len(tasks) > 1:
-        made.add_column("mean", justify="right", style="bold")
+    if len(tasks) != 1:
+        made.add_column("mean over tasks", justify="right", style="bold")
     for row in rows:
-        shown = [row["tasks"].get(task) for task in tasks] + ([row] if len(tasks) > 1 else [])
+        shown = [row["tasks"].get(task) for task in tasks] + ([row] if len(tasks) != 1 else [])
         made.add_row(row["label"], *(figures(facts) for facts in shown))
     return made
 
