@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import fmean
 
 from pctree.bench.formatting import gain as show_gain
 from pctree.bench.formatting import number, percent
-from pctree.bench.measures import Estimate, acceptance_by_depth, on_shared_text, speedup_gain, tau, tau_gain
+from pctree.bench.measures import Estimate, speedup_gain, tau_gain
 from pctree.bench.study import Cell, Study
 
 Measure = Callable[[Cell, "str | None"], "float | None"]
@@ -94,17 +95,16 @@ def long_blocks(study: Study) -> Claim | None:
         before, after = study.main_cell(method, short), study.main_cell(method, long)
         if before is None or after is None:
             continue
-        gain = tau_gain(study.of(before), study.of(after))
-        tasks, failing = _tasks(study.tau, study.tasks, [before, after])
-        if not tasks:
+        found = _by_tau(study, before, after)
+        if not found.tasks:
             continue
-        verdicts.append(_verdict(failing, _is_gain(gain)))
+        verdicts.append(found.verdict)
         full = study.accepted(before)[-1]
         firsts = [percent(study.accepted(cell)[0]) for cell in (before, after)]
         evidence.append(
             f"{before.name}: mean τ {number(study.tau(before))} at B = {min(by_block)}, {number(study.tau(after))} at "
-            f"B = {max(by_block)}, difference {show_gain(gain)}; larger on "
-            f"{_of(tasks, failing)}. At B = {min(by_block)}, {percent(full, 1)} of the rounds accept all drafts, "
+            f"B = {max(by_block)}, difference {show_gain(found.gain)}; larger on "
+            f"{found.where}. At B = {min(by_block)}, {percent(full, 1)} of the rounds accept all drafts, "
             f"and only those can gain from more. The first draft is accepted in {firsts[0]} and {firsts[1]}: a drafter that is "
             "worse there loses what its longer block could gain."
         )
@@ -121,29 +121,30 @@ def against_ddtree(study: Study) -> Claim | None:
             theirs = study.main_cell("ddtree", other)
             if mine is None or theirs is None or mine.block_size != theirs.block_size or mine.budget != theirs.budget:
                 continue
-            tasks, failing = _tasks(study.tau, study.tasks, [theirs, mine])
-            if not tasks:
+            found = _by_tau(study, theirs, mine)
+            if not found.tasks:
                 continue
-            verdicts.append(_verdict(failing, _is_gain(tau_gain(study.of(theirs), study.of(mine)))))
-            evidence.append(f"{theirs}: mean τ {number(study.tau(theirs))}. {_above(study, theirs, mine)}")
+            verdicts.append(found.verdict)
+            text = f"{theirs}: mean τ {number(study.tau(theirs))}. {_above(study, found)}"
             exact = next((cell for cell in study.main if cell == replace(mine, top_k=None, frontier="exact")), None)
             if exact is not None:
-                evidence[-1] += f" With an exact frontier, which DDTree's is: {_above(study, theirs, exact)}"
-            if failing:
-                first, second = (percent(_first_drafts(study, cell, failing)) for cell in (theirs, exact or mine))
-                evidence[-1] += (
-                    f" On {', '.join(failing)} {first} of DDTree's rounds accept a draft of depth 1, and {second} of PCTree's: "
-                    "there both know the parent, and the drafters' own probabilities decide."
+                text += f" With an exact frontier, which DDTree's is: {_above(study, _by_tau(study, theirs, exact))}"
+            if found.failing:
+                first, second = (
+                    percent(fmean(study.accepted(cell, task)[0] for task in found.failing)) for cell in (theirs, exact or mine)
                 )
+                text += (
+                    f" On {', '.join(found.failing)} {first} of DDTree's rounds accept a draft of depth 1, and {second} of "
+                    "PCTree's: there both know the parent, and the drafters' own probabilities decide."
+                )
+            evidence.append(text)
     return _claim("PCTree's τ is above DDTree's with a DFlash drafter of the same block size.", verdicts, evidence)
 
 
-def _above(study: Study, theirs: Cell, mine: Cell) -> str:
+def _above(study: Study, found: Comparison) -> str:
     """By how much, and on which tasks, a τ is above another."""
-    gain = tau_gain(study.of(theirs), study.of(mine))
-    tasks = _of(*_tasks(study.tau, study.tasks, [theirs, mine]))
-    shared = _on_shared_text(study, [theirs, mine])
-    return f"{mine}: {number(study.tau(mine))}, difference {show_gain(gain)}, above on {tasks}.{shared}"
+    text = f"{found.after}: {number(study.tau(found.after))}, difference {show_gain(found.gain)}, above on {found.where}."
+    return text + _on_shared_text(study, [found.before, found.after])
 
 
 def speed(study: Study) -> Claim | None:
@@ -153,15 +154,14 @@ def speed(study: Study) -> Claim | None:
         chain, tree = study.main_cell("dspark", drafter), study.main_cell("pctree", drafter)
         if chain is None or tree is None or study.speedup(tree) is None:
             continue
-        tasks, failing = _tasks(study.speedup, study.tasks, [chain, tree])
-        if not tasks:
+        found = _by_speed(study, chain, tree)
+        if not found.tasks:
             continue
-        gain = speedup_gain(study.of(chain), study.of(tree), study.plain)
-        verdicts.append(_verdict(failing, _is_gain(gain)))
+        verdicts.append(found.verdict)
         evidence.append(
             f"{_named(study, drafter)}, {tree.point}: mean AR speedup {number(study.speedup(chain))}× for the chain, "
-            f"{number(study.speedup(tree))}× for PCTree, difference {show_gain(gain)}; faster on "
-            f"{_of(tasks, failing)}. {_break_even(study, [chain, tree])}"
+            f"{number(study.speedup(tree))}× for PCTree, difference {show_gain(found.gain)}; faster on "
+            f"{found.where}. {_break_even(study, [chain, tree])}"
         )
     return _claim("PCTree's AR speedup is above the chain's on every task.", verdicts, evidence)
 
@@ -193,17 +193,16 @@ def against_eagle3(study: Study) -> Claim | None:
         theirs = _fastest(study, others)
         if mine is None or theirs is None:
             continue
-        tasks, failing = _tasks(study.speedup, study.tasks, [theirs, mine])
-        if not tasks:
+        found = _by_speed(study, theirs, mine)
+        if not found.tasks:
             continue
-        gain = speedup_gain(study.of(theirs), study.of(mine), study.plain)
-        verdicts.append(_verdict(failing, _is_gain(gain)))
+        verdicts.append(found.verdict)
         text = "; ".join(
             f"{cell}: τ {number(study.tau(cell))}, {number(_drafting_ms(study, cell), 1)} ms a round to draft, "
             f"{number(study.speedup(cell))}×"
             for cell in (mine, theirs)
         )
-        text += f"; difference {show_gain(gain)}; faster on {_of(tasks, failing)}."
+        text += f"; difference {show_gain(found.gain)}; faster on {found.where}."
         chains = [study.main_cell("dspark", drafter), next((cell for cell in others if cell.chain), None)]
         shares = [percent(study.accepted(cell)[0]) for cell in chains if cell is not None]
         if len(shares) == 2:
@@ -235,19 +234,43 @@ def _tasks(measure: Measure, tasks: Sequence[str], cells: Sequence[Cell]) -> tup
     return list(shared), [task for task, values in shared.items() if not _rising(values)]
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """Is a measure of the second cell above the first's: on which of the tasks that both have, and by how much?"""
+
+    before: Cell
+    after: Cell
+    tasks: list[str]
+    failing: list[str]
+    gain: Estimate | None
+
+    @property
+    def verdict(self) -> str:
+        return _verdict(self.failing, _is_gain(self.gain))
+
+    @property
+    def where(self) -> str:
+        return _of(self.tasks, self.failing)
+
+
+def _by_tau(study: Study, before: Cell, after: Cell) -> Comparison:
+    gain = tau_gain(study.of(before), study.of(after))
+    return Comparison(before, after, *_tasks(study.tau, study.tasks, [before, after]), gain)
+
+
+def _by_speed(study: Study, before: Cell, after: Cell) -> Comparison:
+    gain = speedup_gain(study.of(before), study.of(after), study.plain)
+    return Comparison(before, after, *_tasks(study.speedup, study.tasks, [before, after]), gain)
+
+
 def _on_shared_text(study: Study, cells: Sequence[Cell]) -> str:
     """The same comparison without what the texts differ in; nothing where they are the same."""
-    if not any(study.summary(cell).flips.parted for cell in cells):
+    shared = study.on_shared_text(cells)
+    if shared is None:
         return ""
-    shared = dict(zip(cells, on_shared_text(*map(study.of, cells)), strict=True))
-
-    def measure(cell: Cell, task: str | None) -> float | None:
-        found = tau([record for record in shared[cell] if task in (None, record["task"])])
-        return found.value if found else None
-
-    tasks, failing = _tasks(measure, study.tasks, cells)
-    means = ", ".join(number(measure(cell, None)) for cell in cells)
-    return f" In the rounds that start from the same text the mean τ is {means}; in this order on {_of(tasks, failing)}."
+    means = ", ".join(number(shared.tau(cell)) for cell in cells)
+    where = _of(*_tasks(shared.tau, shared.tasks, cells))
+    return f" In the rounds that start from the same text the mean τ is {means}; in this order on {where}."
 
 
 def _loops(study: Study, cells: Sequence[Cell], task: str) -> str:
@@ -264,12 +287,6 @@ def _fastest(study: Study, cells: Sequence[Cell]) -> Cell | None:
     """The cell with the largest speedup of those that decode as the paper does."""
     timed = [cell for cell in cells if cell.of_the_paper and study.speedup(cell) is not None]
     return max(timed, key=lambda cell: study.speedup(cell) or 0.0, default=None)
-
-
-def _first_drafts(study: Study, cell: Cell, tasks: Sequence[str]) -> float:
-    """Share of rounds on these tasks that accept a draft."""
-    records = [record for record in study.of(cell) if record["task"] in tasks]
-    return acceptance_by_depth(records, cell.block_size or 1)[0]
 
 
 def _drafting_ms(study: Study, cell: Cell) -> float:

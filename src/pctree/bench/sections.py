@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from pctree.bench import checks, paper_sections, plots
 from pctree.bench.blocks import Block, Figure, Section, Table, Text, Tiles
 from pctree.bench.formatting import ABSENT, best_bold, gain, number, percent, times, with_interval
-from pctree.bench.measures import on_shared_text, speedup_gain, tau, tau_gain
-from pctree.bench.records import Record
+from pctree.bench.measures import speedup_gain, tau_gain
 from pctree.bench.study import Cell, Study
 from pctree.stats import STAGES
 
@@ -184,11 +183,11 @@ def decomposition(study: Study, draw: bool) -> Section | None:
              "conditioning. Differences are paired by prompt, with their 95 % intervals.")
     ]  # fmt: skip
     for drafter, cells in trios.items():
-        records = [study.of(cell) for cell in cells]
         title = f"{drafter}, B = {study.drafters[drafter]}, {cells[-1].point}"
-        blocks.append(_steps(study.tasks, records, title))
-        if any(study.summary(cell).flips.parted for cell in cells):
-            blocks.append(_steps(study.tasks, on_shared_text(*records), title + ", rounds that start from the same text"))
+        blocks.append(_steps(study, cells, title))
+        shared = study.on_shared_text(cells)
+        if shared is not None:
+            blocks.append(_steps(shared, cells, title + ", rounds that start from the same text"))
             parted = True
     if parted:
         blocks.append(Text("Near-ties part the texts of a prompt, and of two texts one may be easier to draft. Rounds that "
@@ -199,14 +198,15 @@ def decomposition(study: Study, draw: bool) -> Section | None:
     return Section("Decomposition: branching and parent conditioning", blocks)
 
 
-def _steps(tasks: Sequence[str], cells: Sequence[Sequence[Record]], title: str) -> Table:
+def _steps(study: Study, cells: tuple[Cell, Cell, Cell], title: str) -> Table:
     """From the chain to Shared-Markov to PCTree, by task."""
+    chain, shared, tree = cells
     rows = []
-    for task in (*tasks, None):
-        chain, shared, tree = ([record for record in records if task in (None, record["task"])] for records in cells)
-        first, last = tau(chain), tau(tree)
-        rows.append([task or MEAN, number(first.value if first else None), gain(tau_gain(chain, shared)),
-                     gain(tau_gain(shared, tree)), number(last.value if last else None)])  # fmt: skip
+    for task in (*study.tasks, None):
+        branching = tau_gain(study.of(chain, task), study.of(shared, task))
+        parents = tau_gain(study.of(shared, task), study.of(tree, task))
+        rows.append([task or MEAN, number(study.tau(chain, task)), gain(branching), gain(parents),
+                     number(study.tau(tree, task))])  # fmt: skip
     return Table(["task", "chain τ", "branching", "parent conditioning", "PCTree τ"], rows, title)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from math import log2
 from typing import Any
 
-from pctree.bench.measures import Summary, acceptance_by_depth, summarise
+from pctree.bench.measures import Summary, acceptance_by_depth, on_shared_text, summarise
 from pctree.bench.records import Record
 from pctree.methods import METHODS
 
@@ -194,9 +195,18 @@ class Study:
         found = self.summary(cell, task).speedup
         return found.value if found else None
 
-    def accepted(self, cell: Cell) -> list[float]:
+    def accepted(self, cell: Cell, task: str | None = None) -> list[float]:
         """Share of rounds that accept at least d drafted tokens, for d = 1 … the cell's block size."""
-        return acceptance_by_depth(self.of(cell), cell.block_size or 0)
+        return acceptance_by_depth(self.of(cell, task), cell.block_size or 0)
+
+    def on_shared_text(self, cells: Sequence[Cell]) -> Study | None:
+        """These cells in the rounds that start while all their texts are still the same; None where no text parts."""
+        if not any(self.summary(cell).flips.parted for cell in cells):
+            return None
+        shared = copy(self)
+        shared._of = defaultdict(list, zip(cells, on_shared_text(*map(self.of, cells)), strict=True))
+        shared._summaries = {}
+        return shared
 
     def plain_steps(self, cell: Cell) -> float | None:
         """What a round of the cell costs, in steps of plain decoding."""
