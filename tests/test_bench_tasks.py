@@ -136,6 +136,7 @@ def test_what_is_not_there_is_named(tmp_path, monkeypatch):
         (("gsm9k", None), "task gsm9k is not known"),
         ((str(tmp_path / "no.jsonl"), None), "no.jsonl cannot be read"),
         (("gsm8k", str(tmp_path / "none")), "no folder"),
+        (("gsm8k", str(tmp_path / "mine.jsonl")), "name it as a task: --task .*mine.jsonl"),
         (("gsm8k", str(tmp_path)), "pctree.bench.*--prompts"),
     ):
         with pytest.raises(UsageError, match=complaint):

@@ -140,6 +140,8 @@ def read_task(task: str, folder: str | None = None) -> list[str]:
         return read_file(Path(task).expanduser())
     if folder is not None:
         root = Path(folder).expanduser()
+        if root.is_file():
+            raise UsageError(f"prompts is {folder}, a file; give the folder it lies in, or name it as a task: --task {folder}")
         if not root.is_dir():
             raise UsageError(f"prompts is {folder}, which is no folder; give one that holds {task}.jsonl")
         if (root / f"{task}.jsonl").exists():
