@@ -204,7 +204,7 @@ class Study:
         if not any(self.summary(cell).flips.parted for cell in cells):
             return None
         shared = copy(self)
-        shared._of = defaultdict(list, zip(cells, on_shared_text(*map(self.of, cells)), strict=True))
+        shared._of = dict(zip(cells, on_shared_text(*map(self.of, cells)), strict=True))
         shared._summaries = {}
         return shared
 
